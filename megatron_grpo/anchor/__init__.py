@@ -1,0 +1,1 @@
+"""The anchor: when it fires, what it remembers, how its gradient is merged."""

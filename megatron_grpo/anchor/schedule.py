@@ -1,0 +1,32 @@
+"""At which ticks the anchor fires, and which ticks must be remembered for it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorSchedule:
+    """Cadence C and delay K, in ticks (counted from 0).
+
+    The first fire is at the first multiple of C that is >= max(K, 1); at a fire of tick t the weights and samples of
+    tick t - K are replayed.
+    """
+
+    cadence: int
+    delay: int
+
+    @property
+    def first(self) -> int:
+        return -(-max(self.delay, 1) // self.cadence) * self.cadence
+
+    def fires(self, tick: int) -> bool:
+        return tick >= self.first and tick % self.cadence == 0
+
+    def remembers(self, tick: int) -> bool:
+        """Whether a later fire (or this one, with delay 0) replays ``tick``."""
+        return self.fires(tick + self.delay)
+
+    def age(self, tick: int) -> int | None:
+        """Ticks since the weights of M were current, at ``tick`` after its fire if it has one; ``None`` before any."""
+        if tick < self.first:
+            return None
+        return self.delay + tick % self.cadence

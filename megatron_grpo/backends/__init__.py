@@ -1,0 +1,1 @@
+"""The engines: Megatron, DeepSpeed and transformers are imported here and nowhere else."""

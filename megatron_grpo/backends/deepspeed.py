@@ -1,0 +1,266 @@
+"""DeepSpeed as the engine of one pipeline stage: ZeRO 0 to 3 over the data-parallel group, under Megatron's schedule.
+
+DeepSpeed's own PipelineEngine refuses ZeRO 2 and 3. That limit is its own: here Megatron's schedule runs the pipeline,
+and DeepSpeed sees one model per stage whose gradients it reduces once a tick (``coalesce_grad_reduction``).
+Gradients are handled as this rank's *shards*: a list of tensors that the engine will consume, to be read and changed in
+place. A rule that works elementwise on shards is the same rule at every ZeRO stage.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import partitioned_param_coordinator
+
+from megatron_grpo.config import OptimConfig
+from megatron_grpo.parallel.collectives import sum_over
+from megatron_grpo.parallel.groups import ParallelGroups
+
+Shards = list[torch.Tensor]
+
+
+class Mpu:
+    """The Megatron topology as DeepSpeed asks for it (its ``mpu=`` argument).
+
+    ``get_model_parallel_rank`` is the *tensor* rank: DeepSpeed counts a replicated parameter on rank 0 alone, and with
+    the rank inside tensor x pipeline it would lose the norm weights of later stages.
+    """
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._groups = groups
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups.model
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._groups.layout.tensor * self._groups.layout.pipeline
+
+    def get_model_parallel_rank(self) -> int:
+        return self._groups.at.tensor
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups.tensor
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self._groups.layout.tensor
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self._groups.at.tensor
+
+    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups.pipeline
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self._groups.layout.pipeline
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return self._groups.at.pipeline
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups.data
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._groups.layout.data
+
+    def get_data_parallel_rank(self) -> int:
+        return self._groups.at.data
+
+
+@contextmanager
+def deepspeed_runtime(groups: ParallelGroups) -> Iterator[None]:
+    """The two corrections that DeepSpeed needs, for the length of the block.
+
+    ZeRO 3 checks that all ranks fetch the same parameters, over the whole world; stages hold different ones, so the
+    check would hang. It is made within the data-parallel group, where it means something.
+
+    On CPU DeepSpeed compiles a shared-memory all-reduce at start. A rank killed while it compiles leaves a lock on which
+    every later run waits for ever; gloo does the work.
+    """
+
+    def same_in_data_group(ints: list[int]) -> None:
+        mine = torch.tensor(ints, dtype=torch.int64)
+        low, high = torch.tensor([len(ints)]), torch.tensor([-len(ints)])
+        for bound in (low, high):
+            dist.all_reduce(bound, op=dist.ReduceOp.MIN, group=groups.data)
+        first = mine.clone() if low.item() == -high.item() else None
+        if first is not None and ints:
+            dist.broadcast(first, src=dist.get_global_rank(groups.data, 0), group=groups.data)
+        if first is None or not torch.equal(first, mine):
+            raise RuntimeError(f"rank {groups.rank} fetches other parameters than the first rank of its data group")
+
+    with ExitStack() as stack:
+        name = "assert_ints_same_as_other_ranks"
+        stack.enter_context(mock.patch.object(partitioned_param_coordinator, name, same_in_data_group))
+        stack.enter_context(mock.patch.object(_backend_module(), "build_shm_op", lambda: None))
+        yield
+
+
+def _backend_module() -> ModuleType:
+    """``deepspeed.comm.torch``, which as an attribute is hidden by the torch that its package imports."""
+    return import_module("deepspeed.comm.torch")
+
+
+class PolicyEngine:
+    """A stage's module, its optimizer and its ZeRO shards.
+
+    Args:
+        module: the stage; its parameters are trained.
+        groups: where this rank stands.
+        settings: DeepSpeed JSON with every "auto" resolved; gradient accumulation 1, clipping off (it is done here,
+            over the true global norm).
+        tied_copy: the parameter of this stage that is a copy of another stage's (tied embeddings), if any.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        groups: ParallelGroups,
+        settings: dict[str, Any],
+        optim: OptimConfig,
+        *,
+        tied_copy: torch.nn.Parameter | None = None,
+    ) -> None:
+        self.module = module
+        self.groups = groups
+        self.zero_stage: int = settings["zero_optimization"]["stage"]
+        self._tied_copy = tied_copy
+        optimizer = torch.optim.AdamW(
+            module.parameters(),
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )
+        self._parameters = list(module.parameters())
+        settings = {key: value for key, value in settings.items() if key != "optimizer"}
+        self.engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=settings, mpu=Mpu(groups), dist_init_required=False
+        )
+        self.engine.checkpoint_mp_rank = groups.at.pipeline * groups.layout.tensor + groups.at.tensor
+
+    @contextmanager
+    def accumulating(self, finish: Callable[[], None]) -> Iterator[None]:
+        """Backward passes inside the block add up; at its end gradients are averaged over the data-parallel group.
+
+        Args:
+            finish: called after the last backward and before the reduction, when every parameter's ``.grad`` is whole:
+                sums over other groups belong there.
+        """
+        if self.zero_stage == 0:
+            yield
+            finish()
+            for parameter in self._parameters:
+                assert parameter.grad is not None
+                sum_over(parameter.grad, self.groups.data).div_(self.groups.layout.data)
+            return
+        with self.engine.coalesce_grad_reduction():
+            yield
+            finish()
+
+    def gradients(self) -> Shards:
+        """This rank's gradient shards of the tick, in a fixed order; changes in place reach the optimizer."""
+        return [gradient for gradient, _ in self._shards()]
+
+    def _shards(self) -> list[tuple[torch.Tensor, torch.nn.Parameter | None]]:
+        """Gradient shards with the parameter each belongs to (``None``: padding at the end of a partition)."""
+        if self.zero_stage == 0:
+            return [(parameter.grad, parameter) for parameter in self._parameters]
+        optimizer = self.engine.optimizer
+        members = optimizer.params_in_partition if self.zero_stage < 3 else optimizer.fp16_groups
+        pairs: list[tuple[torch.Tensor, torch.nn.Parameter | None]] = []
+        for number, group in enumerate(members):
+            gradients = optimizer.averaged_gradients[number]
+            padding = [None] * (len(gradients) - len(group))
+            pairs += zip(gradients, [*group, *padding], strict=True)
+        return pairs
+
+    def counted_once(self) -> list[bool]:
+        """For each shard whether this rank counts it in a sum over the world (replicas and tied copies count once)."""
+        first_replica = self.zero_stage > 0 or self.groups.at.data == 0
+        return [first_replica and parameter is not None and self._owns(parameter) for _, parameter in self._shards()]
+
+    def _owns(self, parameter: torch.nn.Parameter) -> bool:
+        if parameter is self._tied_copy:
+            return False
+        sharded = bool(getattr(parameter, "tensor_model_parallel", False))
+        return sharded or self.groups.at.tensor == 0
+
+    def gradient_norm(self) -> torch.Tensor:
+        """L2 norm of the whole model's gradient, fp64 scalar. Collective: every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
+        for gradient, counts in zip(self.gradients(), self.counted_once(), strict=True):
+            if counts:
+                total += gradient.double().square().sum()
+        return sum_over(total, None).sqrt()
+
+    def step(self, lr: float) -> None:
+        """One optimizer step from :meth:`gradients`, which are consumed. Collective over the data-parallel group."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients of the last :meth:`accumulating` block, as if it had not run."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self.zero_stage == 0:
+            return
+        optimizer = self.engine.optimizer
+        for number in list(optimizer.averaged_gradients):
+            optimizer.averaged_gradients[number] = None
+        if self.zero_stage < 3:
+            for number in list(optimizer.all_grad_tensors):
+                optimizer.all_grad_tensors[number] = None
+            optimizer.micro_step_id = -1
+        else:
+            optimizer.micro_step_id = 0
+            optimizer._epilogue_ran_this_backward = False
+
+    def weights(self) -> Shards:
+        """A copy of the weights as this rank holds them (ZeRO 3: its partition)."""
+        return [tensor.clone() for tensor in self._weight_storage()]
+
+    @contextmanager
+    def at_weights(self, weights: Shards) -> Iterator[None]:
+        """Inside the block the module has other weights; afterwards its own again, bit for bit."""
+        live = self.weights()
+        self._load(weights)
+        try:
+            yield
+        finally:
+            self._load(live)
+
+    def _load(self, weights: Shards) -> None:
+        for target, source in zip(self._weight_storage(), weights, strict=True):
+            target.copy_(source)
+
+    def _weight_storage(self) -> Shards:
+        if self.zero_stage == 3:
+            return [parameter.ds_tensor.data for parameter in self._parameters]
+        return [parameter.data for parameter in self._parameters]
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Inside the block every parameter is whole on every rank. Collective over the data-parallel group."""
+        if self.zero_stage < 3:
+            yield
+            return
+        with deepspeed.zero.GatheredParameters(self._parameters):
+            yield
+
+    def save(self, folder: Path, tag: str) -> None:
+        """Write this engine's state under ``folder/tag``. Collective: every rank of the world."""
+        self.engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Read what :meth:`save` wrote at the same topology. Collective: every rank of the world."""
+        loaded, _ = self.engine.load_checkpoint(str(folder), tag=tag)
+        if loaded is None:
+            raise FileNotFoundError(f"no engine state in {folder / tag}")

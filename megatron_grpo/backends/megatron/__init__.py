@@ -1,0 +1,1 @@
+"""Megatron-core: stages, schedule, the boundary hook, decoding."""

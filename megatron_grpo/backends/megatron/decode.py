@@ -1,0 +1,170 @@
+"""Decoding with the weights of one stage, without Megatron's modules around them.
+
+Megatron's module path recomputes RoPE in every layer, repeats K and V for grouped queries and copies caches; the same
+weights in a plain function are about three times faster at small sizes. Numbers agree with the module's to rounding.
+Legend: B micro-batch, n new columns, L columns so far, H hidden, G KV groups, r query heads a group, D head width,
+V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_grpo.backends.megatron.model import Stage
+from megatron_grpo.parallel.collectives import gather_last_dim
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    norm_in: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    projection: torch.Tensor
+    norm_mlp: torch.Tensor
+    fc1: torch.Tensor
+    fc2: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Cache:
+    """Keys and values of one micro-batch: ``[layers, 2, B, G, columns, D]``; attention looks where ``visible_BL``."""
+
+    kv: torch.Tensor
+    visible_BL: torch.Tensor
+    padded: bool
+
+
+class LeanStage:
+    """``rollout.sampler.DecodeStage`` over the parameters of a Megatron stage, which it reads, never copies.
+
+    Under ZeRO 3 call it where parameters are whole.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._tensor_group = stage.collection.tp
+        shape = stage.shape
+        size = self._tensor_group.size()
+        self._groups, self._width = shape.kv_groups // size, shape.head_dim
+        self._queries = shape.heads // shape.kv_groups
+        self._eps = shape.norm_eps
+        self._caches: dict[int, _Cache] = {}
+        frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+        self._angles = torch.outer(torch.arange(shape.max_positions).float(), frequencies).repeat(1, 2)
+
+    def open(self, micro: int, padding_BP: torch.Tensor, columns: int) -> None:
+        """Start a micro-batch: an empty cache of ``columns`` columns."""
+        batch, prompt = padding_BP.shape
+        parameter = self._stage.module.decoder.layers[0].input_layernorm.weight
+        visible_BL = torch.ones(batch, columns, dtype=torch.bool, device=parameter.device)
+        visible_BL[:, :prompt] = ~padding_BP
+        kv = parameter.new_zeros(len(self._stage.layers), 2, batch, self._groups, columns, self._width)
+        self._caches[micro] = _Cache(kv, visible_BL, padded=bool(padding_BP.any()))
+
+    def close(self) -> None:
+        """Drop every cache."""
+        self._caches.clear()
+
+    def forward(self, micro: int, x: torch.Tensor, start: int) -> torch.Tensor:
+        """See ``DecodeStage.forward``."""
+        module, cache = self._stage.module, self._caches[micro]
+        if module.pre_process:
+            x = self._embed(x)
+        columns = x.shape[1]
+        angles = self._angles[start : start + columns].to(x.device)
+        cos_n1D, sin_n1D = (wave(angles).to(x.dtype)[:, None] for wave in (torch.cos, torch.sin))
+        mask = self._mask(cache, start, columns)
+        for number, layer in enumerate(module.decoder.layers):
+            x = self._layer(_weights(layer), cache.kv[number], x, start, cos_n1D, sin_n1D, mask)
+        if not module.post_process:
+            return x
+        last_BH = F.rms_norm(x[:, -1], x.shape[-1:], module.decoder.final_layernorm.weight, self._eps)
+        head = module.shared_embedding_or_output_weight() if self._stage.shape.tied else module.output_layer.weight
+        return gather_last_dim(F.linear(last_BH, head), self._tensor_group)
+
+    def _embed(self, ids_Bn: torch.Tensor) -> torch.Tensor:
+        table = self._stage.module.embedding.word_embeddings.weight
+        if self._tensor_group.size() == 1:
+            return F.embedding(ids_Bn, table)
+        local = ids_Bn - self._tensor_group.rank() * len(table)
+        inside = (local >= 0) & (local < len(table))
+        rows = F.embedding(local.clamp(0, len(table) - 1), table) * inside[..., None]
+        return self._sum(rows)
+
+    def _mask(self, cache: _Cache, start: int, columns: int) -> torch.Tensor | None:
+        """Where each new column looks, ``[B, 1, n, L]``; ``None`` where it looks everywhere before it.
+
+        A padding column sees itself, so that no row of the softmax is empty.
+        """
+        if columns == 1:
+            return cache.visible_BL[:, None, None, : start + 1] if cache.padded else None
+        assert start == 0, "several columns at once are a prompt"
+        causal = torch.ones(columns, columns, dtype=torch.bool, device=cache.visible_BL.device).tril()
+        eye = torch.eye(columns, dtype=torch.bool, device=causal.device)
+        return (causal & cache.visible_BL[:, None, :columns] | eye)[:, None]
+
+    def _layer(
+        self,
+        w: _Layer,
+        kv: torch.Tensor,
+        x_BnH: torch.Tensor,
+        start: int,
+        cos_n1D: torch.Tensor,
+        sin_n1D: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        batch, columns, hidden = x_BnH.shape
+        groups, queries, width = self._groups, self._queries, self._width
+        mixed = F.linear(F.rms_norm(x_BnH, (hidden,), w.norm_in, self._eps), w.qkv, w.qkv_bias)
+        mixed = mixed.view(batch, columns, groups, queries + 2, width)
+        q = mixed[..., :queries, :].reshape(batch, columns, groups * queries, width)
+        k, v = mixed[..., queries, :], mixed[..., queries + 1, :]
+        if w.q_norm is not None and w.k_norm is not None:
+            q = F.rms_norm(q, (width,), w.q_norm, self._eps)
+            k = F.rms_norm(k, (width,), w.k_norm, self._eps)
+        q, k = _rotate(q, cos_n1D, sin_n1D), _rotate(k, cos_n1D, sin_n1D)
+        kv[0, :, :, start : start + columns] = k.transpose(1, 2)
+        kv[1, :, :, start : start + columns] = v.transpose(1, 2)
+        keys, values = kv[:, :, :, : start + columns]
+        if columns == 1:
+            # The r query heads of a group as r query columns: K and V are never repeated.
+            seen = F.scaled_dot_product_attention(q.view(batch, groups, queries, width), keys, values, attn_mask=mask)
+            mixed = seen.reshape(batch, 1, -1)
+        else:
+            seen = F.scaled_dot_product_attention(
+                q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=queries > 1
+            )
+            mixed = seen.transpose(1, 2).reshape(batch, columns, -1)
+        x_BnH = x_BnH + self._sum(F.linear(mixed, w.projection))
+        gate, up = F.linear(F.rms_norm(x_BnH, (hidden,), w.norm_mlp, self._eps), w.fc1).chunk(2, dim=-1)
+        return x_BnH + self._sum(F.linear(F.silu(gate) * up, w.fc2))
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        if self._tensor_group.size() > 1:
+            dist.all_reduce(x, group=self._tensor_group)
+        return x
+
+
+def _rotate(x_BnhD: torch.Tensor, cos_n1D: torch.Tensor, sin_n1D: torch.Tensor) -> torch.Tensor:
+    """RoPE on halves, in the tensor's own dtype, as Megatron does it."""
+    low, high = x_BnhD.chunk(2, dim=-1)
+    return x_BnhD * cos_n1D + torch.cat((-high, low), dim=-1) * sin_n1D
+
+
+def _weights(layer: torch.nn.Module) -> _Layer:
+    attention, mlp = layer.self_attention, layer.mlp
+    return _Layer(
+        norm_in=layer.input_layernorm.weight,
+        qkv=attention.linear_qkv.weight,
+        qkv_bias=attention.linear_qkv.bias,
+        q_norm=getattr(attention.q_layernorm, "weight", None),
+        k_norm=getattr(attention.k_layernorm, "weight", None),
+        projection=attention.linear_proj.weight,
+        norm_mlp=layer.pre_mlp_layernorm.weight,
+        fc1=mlp.linear_fc1.weight,
+        fc2=mlp.linear_fc2.weight,
+    )

@@ -1,0 +1,162 @@
+"""One pipeline stage as a Megatron-core GPTModel, with weights from a Hugging Face directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
+
+from megatron_grpo.conversion.files import HFReader, stage_weights
+from megatron_grpo.conversion.names import ModelShape, padded_vocab
+from megatron_grpo.parallel.groups import ParallelGroups
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage of the policy on this rank.
+
+    Attributes:
+        module: the GPTModel of these layers (embedding on the first stage, head on the last).
+        shape: the whole model's shape.
+        layers: global numbers of this stage's layers.
+        split: layers of every stage.
+    """
+
+    module: GPTModel
+    shape: ModelShape
+    layers: range
+    split: tuple[int, ...]
+    collection: ProcessGroupCollection
+
+    @property
+    def vocab_start(self) -> int:
+        """First vocabulary row of this tensor rank's slice of the head."""
+        return self.collection.tp.rank() * (padded_vocab(self.shape.vocab, self.collection.tp.size()) // self.collection.tp.size())
+
+
+def collection_of(groups: ParallelGroups) -> ProcessGroupCollection:
+    """Our groups under Megatron's names."""
+    return ProcessGroupCollection(
+        tp=groups.tensor,
+        pp=groups.pipeline,
+        mp=groups.model,
+        embd=groups.embedding if groups.is_first_stage or groups.is_last_stage else None,
+        pos_embd=None,
+        cp=groups.alone,
+        tp_cp=groups.tensor,
+        ep=groups.alone,
+        dp=groups.data,
+        dp_cp=groups.data,
+    )
+
+
+def transformer_config(
+    shape: ModelShape, *, tensor: int, pipeline: int, dtype: torch.dtype, recompute: bool
+) -> TransformerConfig:
+    """Megatron's config of a dense decoder: RMSNorm, SwiGLU, grouped queries, no dropout, softmax in fp32."""
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_groups,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+    )
+
+
+def stage_layers(split: tuple[int, ...], stage: int) -> range:
+    """Global layer numbers of ``stage``."""
+    return range(sum(split[:stage]), sum(split[: stage + 1]))
+
+
+def build_stage(
+    model_dir: Path,
+    shape: ModelShape,
+    groups: ParallelGroups,
+    *,
+    split: tuple[int, ...],
+    dtype: torch.dtype,
+    recompute: bool,
+    device: torch.device,
+) -> Stage:
+    """Build this rank's stage and load its weights. Call inside ``megatron_runtime``.
+
+    Args:
+        model_dir: Hugging Face directory with safetensors.
+        split: layers of every stage; uneven splits are fine.
+
+    Raises:
+        ConfigError: weights are missing, surplus or misshapen.
+    """
+    tensor = groups.layout.tensor
+    layers = stage_layers(split, groups.at.pipeline)
+    config = transformer_config(
+        shape, tensor=tensor, pipeline=groups.layout.pipeline, dtype=dtype, recompute=recompute
+    )
+    layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+    collection = collection_of(groups)
+    module = GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=[layer_spec] * len(layers), layer_norm=LayerNormImpl),
+        vocab_size=padded_vocab(shape.vocab, tensor),
+        max_sequence_length=shape.max_positions,
+        pre_process=groups.is_first_stage,
+        post_process=groups.is_last_stage,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        pg_collection=collection,
+    )
+    with HFReader(model_dir) as reader:
+        weights = stage_weights(
+            reader,
+            shape,
+            layers,
+            first=groups.is_first_stage,
+            last=groups.is_last_stage,
+            tensor_rank=groups.at.tensor,
+            tensor_size=tensor,
+            dtype=dtype,
+        )
+    load_weights(module, weights)
+    return Stage(module.to(device), shape, layers, split, collection)
+
+
+def load_weights(module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Copy ``weights`` into ``module``; every parameter must be named, and nothing else."""
+    parameters = dict(module.named_parameters())
+    assert parameters.keys() == weights.keys(), sorted(parameters.keys() ^ weights.keys())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])

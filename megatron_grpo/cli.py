@@ -1,0 +1,175 @@
+"""The command line: ``train``, ``plan``, ``eval``. Importing it loads neither torch nor an engine."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from megatron_grpo.config import Config, ConfigError, check_config, load_config
+
+CONFIG_ERROR = 2
+
+app = typer.Typer(
+    name="megatron-grpo",
+    help="GRPO post-training across pipeline stages joined by slow links.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SECTION.KEY=VALUE", help="Overrides, such as anchor.cadence=20.", show_default=False
+    ),
+]
+
+
+@app.callback()
+def _root(
+    local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
+) -> None:
+    """GRPO post-training across pipeline stages joined by slow links."""
+    # The deepspeed launcher appends --local_rank; LOCAL_RANK in the environment says the same.
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run is kept; runs/NAME-TIME by default.")
+    ] = None,
+    resume: Annotated[str | None, typer.Option(metavar="auto|PATH", help="Go on from a checkpoint.")] = None,
+) -> None:
+    """Train a policy. Starts the ranks itself unless a launcher has done so."""
+    with _config_errors():
+        cfg = _checked(config, overrides)
+        world = os.environ.get("WORLD_SIZE")
+        target = run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if _is_first_rank():
+            _check_run_dir(target, run_dir is not None, resume)
+        if "RANK" in os.environ:
+            _check_world(cfg, world)
+            from megatron_grpo.training.loop import train as train_on_this_rank
+
+            train_on_this_rank(cfg, target, resume)
+            return
+        from megatron_grpo.launch import start_local
+
+        arguments = ["train", str(config), *(overrides or []), "--run-dir", str(target)]
+        arguments += ["--resume", resume] if resume is not None else []
+        code = start_local(arguments, cfg.world_size, cfg.parallel)
+    raise typer.Exit(code)
+
+
+@app.command()
+def plan(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Show what a run would be: ranks, layers, batches, bytes, and every config error. Starts nothing."""
+    with _config_errors():
+        cfg = load_config(config, overrides)
+        errors = check_config(cfg)
+        from megatron_grpo.plan import plan_tables
+
+        console = Console()
+        for table in plan_tables(cfg):
+            console.print(table)
+        if errors:
+            raise ConfigError("\n".join(errors))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR|RUN", help="Model directory, or a finished run.")
+    ],
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file; the run's own by default.")] = None,
+) -> None:
+    """Score a policy on the validation problems and print the scores as JSON."""
+    with _config_errors():
+        model, file = _eval_target(target, config)
+        chosen = [f"model.path={json.dumps(str(model.absolute()))}"]
+        if any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            chosen.append(f"tokenizer.path={json.dumps(str(model.absolute()))}")
+        alone = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1"]
+        cfg = _checked(file, [*(overrides or []), *chosen, *alone])
+        from megatron_grpo.launch import require_engines
+
+        require_engines()
+        from megatron_grpo.training.evaluate import evaluate as score
+
+        scores: dict[str, Any] = score(cfg)
+    print(json.dumps(scores))
+
+
+def _checked(config: Path, overrides: list[str] | None) -> Config:
+    cfg = load_config(config, overrides)
+    errors = check_config(cfg)
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return cfg
+
+
+def _check_run_dir(run_dir: Path, given: bool, resume: str | None) -> None:
+    if resume == "auto" and not given:
+        raise ConfigError("--resume=auto: needs to know the run; add --run-dir")
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"--run-dir={run_dir}: is a file; give a directory")
+    if resume is None and run_dir.is_dir() and any(run_dir.iterdir()):
+        raise ConfigError(
+            f"--run-dir={run_dir}: is not empty; give another, or --resume auto to go on with it"
+        )
+
+
+def _check_world(cfg: Config, world: str | None) -> None:
+    if world != str(cfg.world_size):
+        parallel = cfg.parallel
+        raise ConfigError(
+            f"WORLD_SIZE={world}: the config needs {cfg.world_size} ranks (parallel.tensor={parallel.tensor}"
+            f" x pipeline={parallel.pipeline} x data={parallel.data}); start as many, or change parallel"
+        )
+
+
+def _eval_target(target: Path, config: Path | None) -> tuple[Path, Path]:
+    """The model directory and the config file that ``eval`` was given."""
+    if (target / "config.json").is_file():
+        if config is None:
+            raise ConfigError(
+                f"{target}: is a model directory, which does not say how to score; add --config"
+            )
+        return target, config
+    if (target / "policy" / "config.json").is_file():
+        return target / "policy", config or target / "config.yaml"
+    raise ConfigError(
+        f"{target}: is neither a model directory nor a finished run; give one that holds config.json"
+    )
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def _config_errors() -> Iterator[None]:
+    """A ConfigError ends the command with exit code 2; the first rank alone prints it."""
+    try:
+        yield
+    except ConfigError as error:
+        if _is_first_rank():
+            for line in str(error).splitlines():
+                print(f"config error: {line}", file=sys.stderr)
+        raise typer.Exit(CONFIG_ERROR) from None
+
+
+def main() -> None:
+    """Entry point of ``megatron-grpo`` and ``python -m megatron_grpo``."""
+    app(prog_name="megatron-grpo")

@@ -1,0 +1,53 @@
+"""Configuration: sections, loading, checks, DeepSpeed settings. Imports neither torch nor an engine."""
+
+from .checks import check_config
+from .engine import deepspeed_settings
+from .errors import ConfigError
+from .loading import load_config, write_resolved
+from .root import Config, layer_split
+from .sections import (
+    AnchorConfig,
+    BoundaryConfig,
+    Codec,
+    DataConfig,
+    DeepSpeedConfig,
+    Direction,
+    GrpoConfig,
+    LoggingConfig,
+    MergerConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    Payload,
+    RewardConfig,
+    RolloutConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "AnchorConfig",
+    "BoundaryConfig",
+    "Codec",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "DeepSpeedConfig",
+    "Direction",
+    "GrpoConfig",
+    "LoggingConfig",
+    "MergerConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "Payload",
+    "RewardConfig",
+    "RolloutConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "check_config",
+    "deepspeed_settings",
+    "layer_split",
+    "load_config",
+    "write_resolved",
+]

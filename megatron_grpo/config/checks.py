@@ -1,0 +1,171 @@
+"""Combinations that cannot work, found before any rank starts. Reads small files only."""
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from .engine import conflicts, read_settings
+from .errors import ConfigError
+from .files import data_errors, tokenizer_size, weight_errors
+from .root import Config
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def check_config(config: Config) -> list[str]:
+    """Every combination error as ``key=value: why; remedy``; empty when the run can start."""
+    errors = [
+        *_geometry(config),
+        *_circuit(config),
+        *_engine(config),
+        *data_errors(config.data),
+        *_logging(config),
+    ]
+    try:
+        model = read_model(config)
+    except ConfigError as error:
+        return [str(error), *errors]
+    return [*_model(config, model), *_tokenizer(config, model), *errors]
+
+
+def read_model(config: Config) -> dict[str, Any]:
+    """The model's Hugging Face ``config.json``. Errors: ConfigError when it is missing or lacks the sizes."""
+    file = Path(config.model.path) / "config.json"
+    key = f"model.path={config.model.path}"
+    try:
+        model = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{key}: has no config.json; give a Hugging Face model directory") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: config.json cannot be read ({error}); correct it") from error
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    if not isinstance(model, dict) or not all(type(model.get(name)) is int for name in names):
+        raise ConfigError(
+            f"{key}: config.json lacks one of {', '.join(names)}; give a Hugging Face model directory"
+        )
+    return model
+
+
+def _model(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    yield from weight_errors(Path(config.model.path))
+    architectures = model.get("architectures") or ["none"]
+    if architectures[0] not in ARCHITECTURES:
+        yield (
+            f"model.path={config.model.path}: architecture {architectures[0]} is not supported; "
+            f"use one of {', '.join(ARCHITECTURES)}"
+        )
+    hidden, layers, boundary = model["hidden_size"], model["num_hidden_layers"], config.boundary
+    codecs = {boundary.codec_of("forward"), boundary.codec_of("backward")}
+    if codecs != {"identity"} and boundary.rank > hidden:
+        yield f"boundary.rank={boundary.rank} exceeds hidden size {hidden}; use at most {hidden}"
+    stages = config.parallel.pipeline
+    if stages > layers:
+        yield f"parallel.pipeline={stages} exceeds the model's {layers} layers; use at most {layers}"
+    yield from _tensor(config.parallel.tensor, model)
+    positions = model.get("max_position_embeddings")
+    longest = config.data.max_prompt + config.rollout.max_response
+    if positions is not None and longest > positions:
+        response, prompt = config.rollout.max_response, config.data.max_prompt
+        yield (
+            f"rollout.max_response={response}: with data.max_prompt={prompt} makes {longest} tokens and the "
+            f"model has {positions} positions; use at most {positions} for both together"
+        )
+
+
+def _tensor(tensor: int, model: dict[str, Any]) -> Iterator[str]:
+    """Every tensor rank holds whole heads and whole key/value groups."""
+    heads = model["num_attention_heads"]
+    groups, width = model.get("num_key_value_heads") or heads, model["intermediate_size"]
+    if any(count % tensor for count in (heads, groups, width)):
+        fits = [
+            size for size in range(1, groups + 1) if not any(count % size for count in (heads, groups, width))
+        ]
+        yield (
+            f"parallel.tensor={tensor}: must divide {heads} attention heads, {groups} key/value groups and "
+            f"{width} feed-forward columns; use {_either(fits)}"
+        )
+
+
+def _geometry(config: Config) -> Iterator[str]:
+    grpo, data, micro = config.grpo, config.parallel.data, config.train.micro_batch
+    shares = data * grpo.minibatches
+    if grpo.prompts_per_step % shares:
+        fills = micro // gcd(micro, grpo.group_size)  # groups that make whole micro-batches
+        near = _nearest_multiples(grpo.prompts_per_step, shares * fills)
+        yield (
+            f"grpo.prompts_per_step={grpo.prompts_per_step}: whole groups cannot be dealt to {shares} shares "
+            f"(parallel.data={data} x grpo.minibatches={grpo.minibatches}); use {_either(near)}"
+        )
+    elif config.rows_per_minibatch % micro:
+        rows = config.rows_per_minibatch
+        near = _nearest_divisors(micro, rows)
+        yield (
+            f"train.micro_batch={micro}: does not divide the {rows} sequences of one minibatch on one rank; "
+            f"use {_either(near)}"
+        )
+    stages = config.parallel.pipeline
+    if config.in_flight < stages:
+        yield f"rollout.in_flight={config.in_flight} leaves stages idle; use at least {stages}"
+
+
+def _nearest_multiples(value: int, unit: int) -> list[int]:
+    below = value // unit * unit
+    return [multiple for multiple in (below, below + unit) if multiple > 0]
+
+
+def _nearest_divisors(value: int, number: int) -> list[int]:
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    return [
+        *[size for size in divisors if size < value][-1:],
+        *[size for size in divisors if size > value][:1],
+    ]
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(str(value) for value in values)
+
+
+def _circuit(config: Config) -> Iterator[str]:
+    """The anchor feeds the basis and the merger."""
+    if config.anchor.enabled:
+        return
+    boundary, kind = config.boundary, config.merger.kind
+    if boundary.basis == "anchor" and "lowrank" in (
+        boundary.codec_of("forward"),
+        boundary.codec_of("backward"),
+    ):
+        yield (
+            "boundary.basis=anchor: is never refreshed with anchor.enabled=false; "
+            "use boundary.basis=random or anchor.enabled=true"
+        )
+    if kind != "none":
+        yield f"merger.kind={kind}: has no gradient without an anchor; use none or anchor.enabled=true"
+
+
+def _engine(config: Config) -> list[str]:
+    try:
+        return conflicts(config, read_settings(config))
+    except ConfigError as error:
+        return [str(error)]
+
+
+def _tokenizer(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    folder = Path(config.tokenizer.path or config.model.path)
+    try:
+        size = tokenizer_size(folder)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if size > model["vocab_size"]:
+        yield (
+            f"tokenizer.path={folder}: has {size} tokens but the model's vocabulary {model['vocab_size']}; "
+            "use the tokenizer that the model was trained with"
+        )
+
+
+def _logging(config: Config) -> Iterator[str]:
+    if config.logging.wandb and find_spec("wandb") is None:
+        yield "logging.wandb=true: wandb is not installed; install megatron-grpo[wandb] or set it to false"

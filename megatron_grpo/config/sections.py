@@ -1,0 +1,226 @@
+"""One frozen pydantic model per component. Unknown keys, wrong types and wrong ranges are refused.
+
+Counts are integers, times are seconds, lengths are tokens. A step is one rollout batch, a tick one optimizer
+step.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+Direction = Literal["forward", "backward"]
+Codec = Literal["identity", "lowrank", "mask"]
+Payload = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class ModelConfig(Section):
+    path: str
+    """Hugging Face directory of the policy."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Format of weights and activations; the engine keeps float32 masters."""
+    recompute: bool = False
+    """Recompute activations in the backward pass (Megatron's full recomputation)."""
+
+
+class TokenizerConfig(Section):
+    path: str | None = None
+    """Directory of the tokenizer; model.path when absent."""
+
+
+class DataConfig(Section):
+    task: Literal["chain_sum", "jsonl"] = "chain_sum"
+    val_size: Positive = 256
+    """Held-out problems scored at each validation."""
+    terms: Annotated[int, Field(ge=2)] = 3
+    """Numbers in one chain_sum prompt."""
+    path: str | None = None
+    """Training file of the jsonl task: one JSON object a line."""
+    val_path: str | None = None
+    """Validation file of the jsonl task; without it the last val_size training lines are held out."""
+    prompt_template: str = "{question}\n"
+    question_key: str = "question"
+    answer_key: str = "answer"
+    max_prompt: Positive = 64
+    """Longest prompt, in tokens."""
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_question(cls, value: str) -> str:
+        if "{question}" not in value:
+            raise ValueError("has no place for the question; put {question} into it")
+        return value
+
+
+class RewardConfig(Section):
+    kind: Literal["exact", "math"] = "exact"
+    """exact: the task's own rule; math: the answer is compared as a number or formula."""
+
+
+class ParallelConfig(Section):
+    tensor: Positive = 1
+    """Ranks that share one stage."""
+    pipeline: Positive = 2
+    """Policy stages."""
+    data: Positive = 1
+    """Replicas of the pipeline."""
+    reward_stage: bool = False
+    """Reserved: one more stage that scores while the policy samples."""
+    timeout_s: PositiveFloat = 600.0
+    """Longest wait on any link, in seconds."""
+    threads: Positive = 1
+    """CPU threads of one rank."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl where there is a GPU, gloo elsewhere."""
+
+    @field_validator("reward_stage")
+    @classmethod
+    def _no_reward_stage(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("is not available yet; set it to false")
+        return value
+
+
+class BoundaryConfig(Section):
+    codec: Codec = "lowrank"
+    """Shorthand for forward_codec and backward_codec."""
+    forward_codec: Codec | None = None
+    backward_codec: Codec | None = None
+    rank: Positive = 5
+    """Numbers sent for each token: columns of the basis (lowrank) or coordinates (mask)."""
+    payload: Payload = "bfloat16"
+    """Number format on the wire; shorthand for forward_payload and backward_payload."""
+    forward_payload: Payload | None = None
+    backward_payload: Payload | None = None
+    basis: Literal["anchor", "random"] = "anchor"
+    """anchor: refreshed from every anchor pass; random: the first basis is kept."""
+    commit: Literal["step", "tick"] = "step"
+    """When a new basis comes into force; tick is a control that changes it inside a step."""
+    links: Annotated[tuple[Literal["pipeline", "tensor"], ...], Field(strict=False, min_length=1)] = (
+        "pipeline",
+    )
+    """Links that are compressed."""
+    shared_basis: bool = False
+    """One basis for activations and gradients instead of two."""
+
+    @field_validator("links")
+    @classmethod
+    def _no_tensor_link(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "tensor" in value:
+            raise ValueError("the tensor link is not available yet; use [pipeline]")
+        return value
+
+    def codec_of(self, direction: Direction) -> Codec:
+        """The codec of one direction, the shorthand resolved."""
+        return (self.forward_codec if direction == "forward" else self.backward_codec) or self.codec
+
+    def payload_of(self, direction: Direction) -> Payload:
+        """The number format of one direction, the shorthand resolved."""
+        return (self.forward_payload if direction == "forward" else self.backward_payload) or self.payload
+
+
+class AnchorConfig(Section):
+    enabled: bool = True
+    cadence: Positive = 5
+    """Ticks between anchor passes."""
+    delay: Natural = 5
+    """Age, in ticks, of the anchor's weights and samples when it fires."""
+    beta: BelowOne = 0.5
+    """M <- beta*M + (1-beta)*g_anchor."""
+    bootstrap: Literal["random", "dense"] = "random"
+    """The basis before the first refresh: random, or fitted in one uncompressed tick."""
+
+
+class MergerConfig(Section):
+    kind: Literal["none", "signed_ema", "delayed_ef"] = "signed_ema"
+    alpha: Fraction = 0.25
+    """signed_ema: weight of the fast gradient."""
+    lam: NonNegativeFloat = 1.0
+    """delayed_ef: weight of the correction."""
+
+
+class GrpoConfig(Section):
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Responses to one prompt."""
+    prompts_per_step: Positive = 16
+    """Prompts of one step, over all data-parallel ranks."""
+    minibatches: Positive = 2
+    """Ticks in one step."""
+    clip_low: BelowOne = 0.2
+    clip_high: NonNegativeFloat = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
+    """Bound of the ratio where the advantage is negative; null turns it off."""
+    log_ratio_clamp: PositiveFloat = 20.0
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the k3 divergence from the reference policy; 0 loads no reference."""
+    entropy_coef: NonNegativeFloat = 0.0
+    std: Literal["sample", "none"] = "sample"
+    """Advantages are divided by the group's sample deviation, or not."""
+    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    is_cap: PositiveFloat | None = None
+    """Largest importance weight trainer/sampler; null: no weights."""
+    eps: PositiveFloat = 1e-6
+    """Added to the deviation."""
+
+
+class RolloutConfig(Section):
+    max_response: Positive = 28
+    """Longest response, in tokens."""
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """1 is off."""
+    top_k: Natural = 0
+    """0 is off."""
+    path: Literal["dense", "codec"] = "dense"
+    """Whether the boundaries are compressed while sampling."""
+    in_flight: Positive | None = None
+    """Micro-batches under way at once; parallel.pipeline when absent."""
+
+
+class OptimConfig(Section):
+    """AdamW. Overrides what the DeepSpeed file leaves at "auto"."""
+
+    lr: NonNegativeFloat = 5e-5
+    warmup_ticks: Natural = 5
+    weight_decay: NonNegativeFloat = 0.0
+    clip: PositiveFloat = 1.0
+    """Bound of the global gradient norm."""
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.999
+    eps: PositiveFloat = 1e-8
+
+
+class DeepSpeedConfig(Section):
+    config: str = "deepspeed_configs/zero1.json"
+    """DeepSpeed's own JSON file."""
+
+
+class TrainConfig(Section):
+    """Counts steps, except micro_batch."""
+
+    steps: Positive = 70
+    micro_batch: Positive = 32
+    """Sequences that go through the pipeline together."""
+    eval_every: Positive = 5
+    save_every: Positive = 35
+    keep: Positive = 2
+    """Checkpoints that stay on disk."""
+    seed: Natural = 0
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = True
+    wandb: bool = False

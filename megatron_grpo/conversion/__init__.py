@@ -1,0 +1,1 @@
+"""Weights between Hugging Face directories and pipeline stages: tables, exact inverses, whole files."""

@@ -1,0 +1,1 @@
+"""Process groups, collectives and the byte ledger: with ``backends``, the only users of torch.distributed."""

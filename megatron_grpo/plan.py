@@ -1,0 +1,100 @@
+"""What a run would be, as tables: ranks, layers, batches, bytes. Needs no rank, no GPU and no engine."""
+
+from rich.table import Table
+
+from megatron_grpo.config import Config, ConfigError, Direction, layer_split
+from megatron_grpo.config.checks import read_model
+from megatron_grpo.config.engine import read_settings
+
+BYTES = {"float32": 4, "bfloat16": 2}
+DENSE_BYTES = 2
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+
+
+def plan_tables(config: Config) -> list[Table]:
+    """Tables for the terminal; parts that a config error makes unknowable are left out."""
+    hidden, layers = _model_size(config)
+    ranks = _table("Ranks", _ranks(config, layers))
+    return [ranks, _table("One step", _batch(config)), _table("Boundary", _boundary(config, hidden))]
+
+
+def training_shares(config: Config, hidden: int) -> dict[str, float]:
+    """Predicted bytes of a tick over its dense equivalent (forward and backward in bfloat16), by kind.
+
+    A codec of rank r sends r of ``hidden`` numbers; the old-log-prob pass is one forward, half of a dense
+    equivalent; the anchor is a dense pass every ``anchor.cadence`` ticks.
+    """
+    boundary = config.boundary
+    scale = {side: BYTES[boundary.payload_of(side)] / DENSE_BYTES for side in DIRECTIONS}
+    kept = {
+        side: 1.0 if boundary.codec_of(side) == "identity" else boundary.rank / hidden for side in DIRECTIONS
+    }
+    forward, backward = (scale[side] * kept[side] / 2 for side in DIRECTIONS)
+    dense = sum(scale.values()) / 2
+    anchor = dense / config.anchor.cadence if config.anchor.enabled else 0.0
+    return {"fast": forward + backward, "old log-probs": forward, "anchor": anchor}
+
+
+def _model_size(config: Config) -> tuple[int | None, int | None]:
+    try:
+        model = read_model(config)
+    except ConfigError:
+        return None, None  # check_config reports it
+    return model["hidden_size"], model["num_hidden_layers"]
+
+
+def _table(title: str, rows: dict[str, str]) -> Table:
+    table = Table(title=title, show_header=False, title_justify="left", min_width=72)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _ranks(config: Config, layers: int | None) -> dict[str, str]:
+    parallel = config.parallel
+    factors = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {parallel.data}"
+    rows = {"world": f"{config.world_size} = {factors}"}
+    if layers is not None:
+        split = layer_split(layers, parallel.pipeline)
+        rows["layers per stage"] = f"{' + '.join(map(str, split))} = {layers}"
+    try:
+        stage = read_settings(config).get("zero_optimization", {}).get("stage", 0)
+        rows["ZeRO"] = f"stage {stage} over {parallel.data} data-parallel rank{'s'[: parallel.data != 1]}"
+    except ConfigError:
+        pass  # check_config reports it
+    rows["model"] = f"{config.model.path} ({config.model.dtype})"
+    return rows
+
+
+def _batch(config: Config) -> dict[str, str]:
+    grpo, rollout, data, micro = config.grpo, config.rollout, config.parallel.data, config.train.micro_batch
+    sequences = config.sequences_per_step
+    rows = sequences / (data * grpo.minibatches)
+    return {
+        "sequences": f"{sequences} = {grpo.prompts_per_step} prompts x {grpo.group_size} responses",
+        "ticks": f"{grpo.minibatches} of {rows:g} sequences on each of {data} replica{'s'[: data != 1]}",
+        "micro-batches": f"{rows / micro:g} of {micro} a tick; {config.in_flight} in flight at sampling",
+        "lengths": f"prompt up to {config.data.max_prompt}, response up to {rollout.max_response} tokens",
+        "run": f"{config.train.steps} steps = {config.ticks} ticks",
+    }
+
+
+def _boundary(config: Config, hidden: int | None) -> dict[str, str]:
+    boundary, anchor = config.boundary, config.anchor
+    rows: dict[str, str] = {}
+    for side in DIRECTIONS:
+        codec = boundary.codec_of(side)
+        size = "" if codec == "identity" else f", {boundary.rank} of {hidden or '?'} numbers a token"
+        rows[side] = f"{codec}{size}, {boundary.payload_of(side)}"
+    rows["anchor"] = (
+        f"every {anchor.cadence} ticks, {anchor.delay} old, merger {config.merger.kind}"
+        if anchor.enabled
+        else "off"
+    )
+    if hidden is not None and config.parallel.pipeline > 1:
+        shares = training_shares(config, hidden)
+        parts = " + ".join(f"{name} {share:.1%}" for name, share in shares.items() if share)
+        rows["predicted bytes"] = f"{sum(shares.values()):.1%} of the dense equivalent ({parts})"
+    return rows

@@ -1,0 +1,1 @@
+"""Sampling and scoring: batches, the pipeline sampler, rewards."""

@@ -1,0 +1,243 @@
+"""Sampling as a pipeline program: micro-batches circle through the stages, ids come back from the last one.
+
+Every rank runs the same loop over (column, micro-batch). Sends never block and receives follow one order, so a stage
+works on one micro-batch while the others hold the rest. Legend: B micro-batch, P prompt columns, R response columns,
+N live rows, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.ops.sampling import row_uniforms, sample
+from megatron_grpo.parallel.groups import ParallelGroups
+from megatron_grpo.parallel.link import Kind, Ledger
+from megatron_grpo.rollout.batch import Batch, pad_prompts
+
+
+class DecodeStage(Protocol):
+    """The layers of one stage with a KV cache for each micro-batch."""
+
+    def open(self, micro: int, padding_BP: torch.Tensor, columns: int) -> None:
+        """Make an empty cache of ``columns`` columns; ``padding_BP`` is True on left padding."""
+        ...
+
+    def forward(self, micro: int, x: torch.Tensor, start: int) -> torch.Tensor:
+        """Run columns from ``start``: ids ``[B, n]`` on the first stage, hidden ``[B, n, H]`` elsewhere.
+
+        Returns hidden ``[B, n, H]``, or on the last stage the logits ``[B, V]`` of the last column, gathered over tensor
+        ranks.
+        """
+        ...
+
+
+class RowLink(Protocol):
+    """The boundary to the next and from the previous stage. ``kind`` is what the ledger calls the current pass."""
+
+    @property
+    def kind(self) -> Kind: ...
+
+    def send_rows(self, x_NH: torch.Tensor, positions_N: torch.Tensor) -> dist.Work: ...
+
+    def receive_rows(self, positions_N: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRule:
+    """How the next id is drawn. ``temperature`` ``None`` is greedy. ``valid`` is the true vocabulary size."""
+
+    temperature: float | None
+    top_k: int
+    top_p: float
+    max_response: int
+    valid: int
+    end_ids: frozenset[int]
+    pad_id: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Columns that go through the stages at once: the prompt, or the id drawn last.
+
+    Attributes:
+        carrying_Bn: True on columns whose rows cross (no padding, no finished sequence).
+        start: first column in the sequence.
+        column: the response column whose id this block decides.
+    """
+
+    ids_Bn: torch.Tensor
+    carrying_Bn: torch.Tensor
+    start: int
+    column: int
+
+
+@dataclass(slots=True)
+class _Micro:
+    """One micro-batch in flight."""
+
+    rows: slice
+    ids_BR: torch.Tensor
+    logp_BR: torch.Tensor
+    live_B: torch.Tensor
+    lengths_B: torch.Tensor
+
+    def record(self, column: int, ids_N: torch.Tensor, rule: SamplingRule) -> None:
+        """Enter the ids drawn for the live rows; rows that drew an end token are live no more."""
+        live_B = self.live_B.clone()
+        self.ids_BR[live_B, column] = ids_N.long()
+        self.lengths_B += live_B
+        ends = torch.tensor(sorted(rule.end_ids), device=ids_N.device)
+        self.live_B[live_B] = ~torch.isin(ids_N.long(), ends)
+
+
+class PipelineSampler:
+    """Samples whole batches. Every rank of a replica calls :meth:`sample` with the same arguments.
+
+    Args:
+        stage: this rank's layers.
+        link: this rank's boundaries.
+        groups: where this rank stands.
+        in_flight: micro-batches in the pipeline at a time; at least the number of stages keeps every stage busy.
+        ledger: counts the ids that go back.
+        hidden: width of a boundary row.
+        device: where the work happens.
+    """
+
+    def __init__(
+        self,
+        stage: DecodeStage,
+        link: RowLink,
+        groups: ParallelGroups,
+        *,
+        in_flight: int,
+        ledger: Ledger,
+        hidden: int,
+        device: torch.device,
+    ) -> None:
+        self._stage, self._link, self._groups = stage, link, groups
+        self._in_flight, self._ledger, self._hidden, self._device = in_flight, ledger, hidden, device
+        self._pending: list[tuple[dist.Work, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[Sequence[int]], row_ids: torch.Tensor, rule: SamplingRule) -> Batch:
+        """Sample one response a prompt. Collective over the replica.
+
+        Args:
+            prompts: ids of each prompt.
+            row_ids: int64 ``[B]``; with the rule's seed and the column they alone decide a draw, so a sequence is the
+                same in any batch, in any number of micro-batches.
+
+        Returns:
+            The same batch on every rank, advantages zero. Sampler log-probs are true on the last stage, zero elsewhere.
+        """
+        tokens_BP, lengths_B = pad_prompts(prompts, rule.pad_id)
+        tokens_BP, lengths_B = tokens_BP.to(self._device), lengths_B.to(self._device)
+        prompt_columns = tokens_BP.shape[1]
+        micros = self._split(len(prompts), rule)
+        padding_BP = torch.arange(prompt_columns, device=self._device) < (prompt_columns - lengths_B)[:, None]
+        for column in range(rule.max_response):
+            for number, micro in enumerate(micros):
+                if column > 0:
+                    self._learn(micro, column - 1, rule)
+                if not bool(micro.live_B.any()):
+                    continue
+                if column == 0:
+                    padding = padding_BP[micro.rows]
+                    self._stage.open(number, padding, prompt_columns + rule.max_response - 1)
+                    block = _Block(tokens_BP[micro.rows], ~padding, start=0, column=0)
+                else:
+                    ids = micro.ids_BR[:, column - 1 : column]
+                    block = _Block(ids, micro.live_B[:, None], start=prompt_columns + column - 1, column=column)
+                self._advance(number, micro, block, row_ids, rule)
+        for micro in micros:
+            self._learn(micro, rule.max_response - 1, rule)
+        self._drain()
+        return self._assemble(tokens_BP, lengths_B, micros)
+
+    def _split(self, batch: int, rule: SamplingRule) -> list[_Micro]:
+        """About equal micro-batches, at most ``in_flight``."""
+        size = -(-batch // self._in_flight)
+        micros = []
+        for start in range(0, batch, size):
+            count = min(size, batch - start)
+            ids_BR = torch.full((count, rule.max_response), rule.pad_id, dtype=torch.int64, device=self._device)
+            micros.append(
+                _Micro(
+                    rows=slice(start, start + count),
+                    ids_BR=ids_BR,
+                    logp_BR=torch.zeros(count, rule.max_response, device=self._device),
+                    live_B=torch.ones(count, dtype=torch.bool, device=self._device),
+                    lengths_B=torch.zeros(count, dtype=torch.int64, device=self._device),
+                )
+            )
+        return micros
+
+    def _advance(
+        self, number: int, micro: _Micro, block: "_Block", row_ids: torch.Tensor, rule: SamplingRule
+    ) -> None:
+        """One micro-batch through this stage; the last stage draws the next ids and sends them back."""
+        ids_Bn, carrying_Bn, start, column = block.ids_Bn, block.carrying_Bn, block.start, block.column
+        positions_Bn = torch.arange(ids_Bn.shape[1], device=self._device).expand_as(ids_Bn) + start
+        positions_N = positions_Bn[carrying_Bn]
+        x = ids_Bn
+        if not self._groups.is_first_stage:
+            x = torch.zeros(*ids_Bn.shape, self._hidden, device=self._device)
+            rows_NH = self._link.receive_rows(positions_N)
+            x = x.to(rows_NH.dtype)
+            x[carrying_Bn] = rows_NH
+        out = self._stage.forward(number, x, start)
+        if not self._groups.is_last_stage:
+            rows_NH = out[carrying_Bn]
+            self._pending.append((self._link.send_rows(rows_NH, positions_N), rows_NH))
+            return
+        uniforms_B = row_uniforms(rule.seed, row_ids[micro.rows].to(self._device), column)
+        ids_B, logp_B = sample(
+            out,
+            temperature=rule.temperature,
+            top_k=rule.top_k,
+            top_p=rule.top_p,
+            valid=rule.valid,
+            uniform_B=uniforms_B,
+        )
+        micro.logp_BR[:, column] = torch.where(micro.live_B, logp_B, 0.0)
+        ids_N = ids_B[micro.live_B].to(torch.int32)
+        self._send_back(ids_N)
+        micro.record(column, ids_N, rule)
+
+    def _learn(self, micro: _Micro, column: int, rule: SamplingRule) -> None:
+        """On every stage but the last: receive the ids of ``column`` for the rows that were live."""
+        if self._groups.is_last_stage or not bool(micro.live_B.any()):
+            return
+        ids_N = torch.empty(int(micro.live_B.sum()), dtype=torch.int32, device=self._device)
+        dist.recv(ids_N, src=self._groups.last_stage_rank, group=self._groups.feedback)
+        micro.record(column, ids_N, rule)
+
+    def _send_back(self, ids_N: torch.Tensor) -> None:
+        for stage in range(self._groups.layout.pipeline - 1):
+            peer = dist.get_global_rank(self._groups.feedback, stage)
+            work = dist.isend(ids_N, dst=peer, group=self._groups.feedback)
+            assert work is not None
+            self._pending.append((work, ids_N))
+            self._ledger.add("pipeline", self._link.kind, "backward", sent=ids_N.nbytes, dense=ids_N.nbytes)
+
+    def _drain(self) -> None:
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()
+
+    def _assemble(self, tokens_BP: torch.Tensor, prompt_lengths_B: torch.Tensor, micros: list[_Micro]) -> Batch:
+        lengths_B = torch.cat([micro.lengths_B for micro in micros])
+        width = int(lengths_B.max())
+        responses_BR = torch.cat([micro.ids_BR for micro in micros])[:, :width]
+        return Batch(
+            tokens_BS=torch.cat([tokens_BP, responses_BR], dim=1),
+            prompt_columns=tokens_BP.shape[1],
+            prompt_lengths_B=prompt_lengths_B,
+            response_lengths_B=lengths_B,
+            sampler_logp_BR=torch.cat([micro.logp_BR for micro in micros])[:, :width],
+            advantages_B=torch.zeros(len(lengths_B), device=self._device),
+        )

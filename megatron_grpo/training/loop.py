@@ -1,0 +1,180 @@
+"""A run on the ranks it was given: from config to trained policy."""
+
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.backends.huggingface import load_tokenizer
+from megatron_grpo.config import Config, deepspeed_settings, write_resolved
+from megatron_grpo.data.tasks import build_task
+from megatron_grpo.parallel.collectives import sum_over
+from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
+from megatron_grpo.rollout.rewards import build_reward
+from megatron_grpo.training.checkpoint import Progress, load_checkpoint, read_progress, save_checkpoint
+from megatron_grpo.training.export import export_policy
+from megatron_grpo.training.files import CheckpointFolder
+from megatron_grpo.training.metrics import NullRecorder, Recorder, RunRecord
+from megatron_grpo.training.policy import Policy, policy_runtime
+from megatron_grpo.training.scoring import Scorer
+from megatron_grpo.training.step import Row, StepRunner
+from megatron_grpo.training.view import build_view
+
+STOPPED_BY_SIGNAL = 143
+"""Exit code after SIGTERM: 128 + 15, with a checkpoint written."""
+
+
+def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
+    """Run (or go on with) a training run. Called by every rank, under a launcher that set RANK and WORLD_SIZE.
+
+    Args:
+        resume: ``auto``, a checkpoint, a run directory, or ``None`` to start anew.
+
+    Returns:
+        The exit code: 0, or 143 after SIGTERM. An exception on any rank ends its process at once with its traceback
+        and code 1, so that the launcher ends the others.
+    """
+    try:
+        with process_group(cfg) as (groups, device):
+            return _Run(cfg, run_dir, groups, device).go(resume)
+    except Exception:
+        # Not a return: destroying process groups with a collective under way would wait for the other ranks.
+        sys.stderr.write(f"rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc()}")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(1)
+
+
+@contextmanager
+def process_group(cfg: Config) -> Iterator[tuple[ParallelGroups, torch.device]]:
+    """The world of this run, every link with ``parallel.timeout_s``; seeds and threads set. Collective: every rank."""
+    parallel = cfg.parallel
+    backend = parallel.backend
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(parallel.threads)
+    torch.manual_seed(cfg.train.seed)
+    random.seed(cfg.train.seed)
+    dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout_s))
+    layout = Layout(pipeline=parallel.pipeline, data=parallel.data, tensor=parallel.tensor)
+    yield build_groups(layout, parallel.timeout_s), device
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class _Run:
+    """One run, from its first step to its policy."""
+
+    def __init__(self, cfg: Config, run_dir: Path, groups: ParallelGroups, device: torch.device) -> None:
+        self._cfg, self._run_dir, self._groups, self._device = cfg, run_dir, groups, device
+        self._checkpoints = CheckpointFolder(run_dir / "checkpoints", cfg.train.keep)
+        self._stop = False
+        self._started = time.monotonic()
+
+    def go(self, resume: str | None) -> int:
+        cfg = self._cfg
+        signal.signal(signal.SIGTERM, self._on_signal)
+        tokenizer = load_tokenizer(Path(cfg.tokenizer.path or cfg.model.path))
+        task = build_task(cfg.data, cfg.train.seed)
+        scorer = Scorer(build_reward(cfg.reward, cfg.data.task), tokenizer, self._groups)
+        checkpoint = self._checkpoints.resolve(resume, note=self._say) if resume else None
+        with policy_runtime(cfg, self._groups, deepspeed_settings(cfg), self._device) as policy:
+            steps = StepRunner(cfg, policy, task, scorer)
+            progress = Progress(0, {}, 0.0)
+            if checkpoint is not None:
+                progress = read_progress(checkpoint, self._groups.layout, policy.engine.zero_stage)
+                load_checkpoint(checkpoint, policy, steps.ticks)
+            record = self._open_record(progress)
+            if not progress.validation_start:
+                progress = Progress(0, steps.validate(), 0.0)
+            record.log(_scores("before training", progress.validation_start))
+            progress = self._steps(steps, policy, record, progress)
+            if self._stop:
+                record.close({"status": "stopped", "validation_start": progress.validation_start})
+                return STOPPED_BY_SIGNAL
+            target = self._run_dir / "policy"
+            export_policy(policy, target, Path(cfg.model.path))
+            record.close(
+                {
+                    "status": "finished",
+                    "policy": str(target),
+                    "validation_start": progress.validation_start,
+                    "peak_memory_mb": self._peak_memory(),
+                }
+            )
+        return 0
+
+    def _steps(self, steps: StepRunner, policy: Policy, record: RunRecord, progress: Progress) -> Progress:
+        """Run the steps that are left, saving as ``train.save_every`` says, at the end, and on SIGTERM."""
+        train = self._cfg.train
+        saved = progress.steps
+        for step in range(progress.steps, train.steps):
+            rows = steps.run(step)
+            done = step + 1
+            if done % train.eval_every == 0 or done == train.steps:
+                rows[-1] |= steps.validate()
+            for row in rows:
+                record.write_row(row)
+            progress = Progress(done, progress.validation_start, time.monotonic() - self._started)
+            self._stop = self._any_rank(self._stop)
+            if done % train.save_every == 0 or done == train.steps or self._stop:
+                tick = done * self._cfg.grpo.minibatches
+                save_checkpoint(self._checkpoints, tick, policy, steps.ticks, progress)
+                saved = done
+            if self._stop:
+                record.log(f"SIGTERM: stopped after step {saved}, checkpoint saved; go on with --resume auto")
+                break
+        return progress
+
+    def _open_record(self, progress: Progress) -> RunRecord:
+        if self._groups.rank != 0:
+            return NullRecorder()
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        write_resolved(self._cfg, self._run_dir / "config.yaml")
+        ticks = progress.steps * self._cfg.grpo.minibatches
+        return Recorder(
+            self._run_dir,
+            self._cfg.logging,
+            build_view(),
+            self._cfg.ticks,
+            self._groups.layout.world_size,
+            resumed_tick=ticks - 1 if ticks else None,
+        )
+
+    def _any_rank(self, flag: bool) -> bool:
+        """Whether any rank says so: all must stop at the same step. Collective: every rank."""
+        return bool(sum_over(torch.tensor([int(flag)], device=self._device), None).item())
+
+    def _peak_memory(self) -> list[float]:
+        """Largest resident size of each rank, in MB. Collective: every rank."""
+        peaks = torch.zeros(self._groups.layout.world_size, dtype=torch.float64, device=self._device)
+        peaks[self._groups.rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return [round(value, 1) for value in sum_over(peaks, None).tolist()]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop = True
+
+    def _say(self, text: str) -> None:
+        if self._groups.rank == 0:
+            print(text, flush=True)
+
+
+def _scores(when: str, row: Row | dict[str, Any]) -> str:
+    return f"validation {when}: " + ", ".join(f"{key.removeprefix('val/')} {value:.3f}" for key, value in row.items())

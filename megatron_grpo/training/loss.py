@@ -1,0 +1,155 @@
+"""The GRPO loss on the last stage: from logits to this micro-batch's share of the step's loss, and sums for metrics.
+
+Legend: B micro-batch, T input columns, R response columns, P prompt columns, V vocabulary shard.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_grpo.backends.megatron.p2p import Rows
+from megatron_grpo.backends.megatron.schedule import ModelInput
+from megatron_grpo.config import GrpoConfig, RolloutConfig
+from megatron_grpo.ops.grpo import aggregate, importance_weight, k3_kl, policy_loss
+from megatron_grpo.ops.logprobs import VocabReduce, token_logprobs, token_logprobs_and_entropy
+from megatron_grpo.rollout.batch import Batch
+
+SUMS = ("tokens", "clipped", "entropy", "kl", "gap", "loss")
+"""What a micro-batch reports, in this order: sums over response tokens (loss: its share of the step's loss)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A minibatch as the trainer sees it.
+
+    Attributes:
+        batch: this replica's sequences.
+        old_logp_BR: log-probs at the step's first weights; ``None`` means the pass's own, so the ratio is 1.
+        reference_logp_BR: log-probs of the reference policy, where a KL term wants them.
+        tokens, sequences: of the whole minibatch, over all replicas: the loss's denominators.
+    """
+
+    batch: Batch
+    old_logp_BR: torch.Tensor | None
+    reference_logp_BR: torch.Tensor | None
+    tokens: int
+    sequences: int
+
+    def paired(self) -> "Replay":
+        """The same minibatch with ratio 1, for the anchor."""
+        return replace(self, old_logp_BR=None)
+
+    def split(self, size: int) -> list["Replay"]:
+        """Micro-batches of ``size`` sequences; denominators stay those of the minibatch."""
+        starts = range(0, len(self.batch), size)
+
+        def part(x: torch.Tensor | None, start: int) -> torch.Tensor | None:
+            return None if x is None else x[start : start + size]
+
+        return [
+            replace(
+                self,
+                batch=batch,
+                old_logp_BR=part(self.old_logp_BR, start),
+                reference_logp_BR=part(self.reference_logp_BR, start),
+            )
+            for batch, start in zip(self.batch.split(size), starts, strict=True)
+        ]
+
+
+def model_inputs(replay: Replay, micro_batch: int) -> tuple[list[ModelInput], list[Rows]]:
+    """Micro-batches for the schedule, and the boundary rows that each of them sends."""
+    inputs, rows = [], []
+    for micro in replay.split(micro_batch):
+        batch = micro.batch
+        inputs.append(ModelInput(batch.input_tokens_BT(), batch.attention_masked_B1TT(), micro))
+        rows.append(carrying_rows(batch))
+    return inputs, rows
+
+
+def carrying_rows(batch: Batch) -> Rows:
+    """Rows of the flattened ``[T * B]`` boundary that carry tokens, with their columns."""
+    carrying_TB = batch.carrying_BT().t()
+    columns_TB = torch.arange(len(carrying_TB), device=carrying_TB.device)[:, None].expand_as(carrying_TB)
+    return Rows(carrying_TB.flatten().nonzero().squeeze(1), columns_TB[carrying_TB])
+
+
+def response_logits(logits_BTV: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The columns that predict the response: P - 1 to P + R - 2."""
+    return logits_BTV[:, batch.prompt_columns - 1 :]
+
+
+class PolicyLoss:
+    """GRPO's loss for one configuration; last stage only.
+
+    Args:
+        cfg: the ``grpo`` section.
+        rollout: the ``rollout`` section: log-probs are of the policy that sampled, at its temperature.
+        reduce: how vocabulary shards combine.
+    """
+
+    def __init__(self, cfg: GrpoConfig, rollout: RolloutConfig, reduce: VocabReduce) -> None:
+        self._cfg, self._rollout, self._reduce = cfg, rollout, reduce
+
+    def __call__(self, logits_BTV: torch.Tensor, micro: ModelInput) -> tuple[torch.Tensor, Any]:
+        """This micro-batch's share of the loss, and ``(sums [6] fp64, |trainer - sampler| of each token)``, detached."""
+        cfg, replay = self._cfg, micro.payload
+        batch: Batch = replay.batch
+        mask_BR = batch.response_mask_BR
+        logp_BR, entropy_BR = token_logprobs_and_entropy(
+            response_logits(logits_BTV, batch),
+            batch.responses_BR,
+            self._reduce,
+            temperature=self._rollout.temperature,
+            with_entropy=cfg.entropy_coef != 0.0,
+        )
+        old_BR = logp_BR.detach() if replay.old_logp_BR is None else replay.old_logp_BR
+        weight_BR = None
+        if cfg.is_cap is not None:
+            weight_BR = importance_weight(old_BR, batch.sampler_logp_BR, cfg.is_cap)
+        per_token_BR, clipped_BR = policy_loss(
+            logp_BR,
+            old_BR,
+            batch.advantages_B,
+            mask_BR,
+            clip_low=cfg.clip_low,
+            clip_high=cfg.clip_high,
+            dual_clip=cfg.dual_clip,
+            log_ratio_clamp=cfg.log_ratio_clamp,
+            weight_BR=weight_BR,
+        )
+        kl_BR = None
+        if replay.reference_logp_BR is not None:
+            kl_BR = k3_kl(logp_BR, replay.reference_logp_BR, mask_BR)
+            per_token_BR = per_token_BR + cfg.kl_coef * kl_BR
+        if entropy_BR is not None:
+            per_token_BR = per_token_BR - cfg.entropy_coef * entropy_BR
+        loss = aggregate(
+            per_token_BR,
+            mask_BR,
+            how=cfg.aggregation,
+            tokens=replay.tokens,
+            sequences=replay.sequences,
+            max_response=self._rollout.max_response,
+        )
+        gap = (old_BR - batch.sampler_logp_BR).abs()[mask_BR]
+
+        def total(x_BR: torch.Tensor | None) -> torch.Tensor:
+            return loss.new_zeros(()) if x_BR is None else x_BR.detach()[mask_BR].sum()
+
+        sums = [mask_BR.sum(), total(clipped_BR), total(entropy_BR), total(kl_BR), gap.sum(), loss.detach()]
+        return loss, (torch.stack([value.double() for value in sums]), gap.detach())
+
+
+class ReadLogprobs:
+    """Reads the response's log-probs off the logits; last stage only, no gradients."""
+
+    def __init__(self, temperature: float, reduce: VocabReduce) -> None:
+        self._temperature, self._reduce = temperature, reduce
+
+    def __call__(self, logits_BTV: torch.Tensor, micro: ModelInput) -> torch.Tensor:
+        batch: Batch = micro.payload.batch
+        return token_logprobs(
+            response_logits(logits_BTV, batch), batch.responses_BR, self._reduce, temperature=self._temperature
+        )

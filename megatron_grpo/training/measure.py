@@ -1,0 +1,132 @@
+"""From what each rank knows to one metrics row, equal on every rank, in two reductions a tick."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.ops.grpo import dead_groups
+from megatron_grpo.parallel.collectives import broadcast_from, sum_over
+from megatron_grpo.parallel.link import byte_metrics
+from megatron_grpo.training.policy import Policy
+from megatron_grpo.training.tick import TickReport
+
+@dataclass(frozen=True, slots=True)
+class RolloutFigures:
+    """What a replica knows of its step's samples; every rank of the replica holds the same.
+
+    Attributes:
+        reward_BG: by prompt and sample.
+        seconds: of sampling and scoring.
+    """
+
+    reward_BG: torch.Tensor
+    parsed_B: torch.Tensor
+    lengths_B: torch.Tensor
+    truncated_B: torch.Tensor
+    seconds: float
+
+    def sums(self) -> torch.Tensor:
+        """fp64: sequences, reward, squared reward, parse failures, tokens, truncated, groups, dead groups."""
+        reward = self.reward_BG.double()
+        dead = dead_groups(reward)
+        values = [
+            float(reward.numel()),
+            reward.sum(),
+            reward.square().sum(),
+            (~self.parsed_B).sum(),
+            self.lengths_B.sum(),
+            self.truncated_B.sum(),
+            float(len(reward)),
+            dead.sum(),
+        ]
+        return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=reward.device) for value in values])
+
+
+class Measure:
+    """Makes rows. Every rank calls :meth:`row` for every tick: no reduction is left to the ranks that own a number."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        groups = policy.groups
+        self._leads_replica = groups.at.pipeline == 0 and groups.at.tensor == 0
+        self._owns_loss = groups.is_last_stage and groups.at.tensor == 0
+
+    def row(self, report: TickReport, figures: RolloutFigures | None) -> dict[str, float]:
+        """The metrics of one tick: sums over the world, then ratios. Collective: every rank."""
+        policy = self._policy
+        device = policy.device
+        bytes_sent = sum_over(policy.ledger.take().to(device), None)
+        sums = report.sums if self._owns_loss else torch.zeros_like(report.sums)
+        rollout = torch.zeros(8, dtype=torch.float64, device=device)
+        if figures is not None and self._leads_replica:
+            rollout = figures.sums()
+        errors = self._boundary_errors()
+        table = sum_over(torch.cat([sums, rollout, errors.flatten()]), None)
+        tokens, clipped, entropy, kl, gap = table[:5].tolist()
+        row: dict[str, float] = dict(byte_metrics(bytes_sent.cpu()))
+        row |= report.values
+        row |= {"policy/clip_frac": clipped / max(tokens, 1.0)}
+        row |= {"policy/entropy": entropy / max(tokens, 1.0), "policy/kl": kl / max(tokens, 1.0)}
+        row |= q_errors(table[14:].view_as(errors))
+        for key in ("time/train", "time/anchor", "time/merge"):
+            row[key] = report.seconds.get(key, 0.0)
+        median = self._gap_median(report.gaps)
+        if figures is not None:
+            row["rollout/logprob_gap"] = gap / max(tokens, 1.0)
+            row["rollout/logprob_gap_median"] = median
+            row |= rollout_metrics(table[6:14].tolist(), figures.seconds)
+            row["time/rollout"] = figures.seconds
+        return row
+
+    def _boundary_errors(self) -> torch.Tensor:
+        """fp64 ``[boundaries, 2 directions, 2]``, this rank's own sends entered."""
+        groups = self._policy.groups
+        table = torch.zeros(max(groups.layout.pipeline - 1, 1), 2, 2, dtype=torch.float64)
+        sent = self._policy.link.take_errors()
+        if not groups.is_last_stage:
+            table[groups.at.pipeline, 0] += sent[0]
+        if not groups.is_first_stage:
+            table[groups.at.pipeline - 1, 1] += sent[1]
+        return table.to(self._policy.device)
+
+    def _gap_median(self, gaps: torch.Tensor) -> float:
+        """Median over all replicas' response tokens, known to every rank. Collective: every rank."""
+        groups = self._policy.groups
+        if groups.layout.data > 1 and groups.is_last_stage:
+            counts = [torch.zeros(1, dtype=torch.int64, device=gaps.device) for _ in range(groups.data.size())]
+            dist.all_gather(counts, torch.tensor([len(gaps)], device=gaps.device), group=groups.data)
+            width = int(max(count.item() for count in counts))
+            padded = torch.nn.functional.pad(gaps.float(), (0, width - len(gaps)), value=float("nan"))
+            parts = [torch.empty_like(padded) for _ in range(groups.data.size())]
+            dist.all_gather(parts, padded, group=groups.data)
+            gaps = torch.cat(parts)
+        median = gaps.float().nanmedian() if len(gaps) else torch.zeros((), device=gaps.device)
+        value = torch.zeros(1, device=self._policy.device) + median
+        return broadcast_from(value, groups.last_stage_rank, groups.pipeline).item()
+
+
+def q_errors(table: torch.Tensor) -> dict[str, float]:
+    """Q error of each direction, norm(X - decoded) / norm(X), mean over boundaries; absent where nothing crossed."""
+    metrics = {}
+    for number, way in enumerate(("fwd", "bwd")):
+        residual, norm = table[:, number].unbind(-1)
+        if bool((norm > 0).any()):
+            metrics[f"boundary/q_error_{way}"] = (residual[norm > 0] / norm[norm > 0]).sqrt().mean().item()
+    return metrics
+
+
+def rollout_metrics(sums: list[float], seconds: float) -> dict[str, float]:
+    """Rates from :meth:`RolloutFigures.sums` over replicas."""
+    sequences, reward, squares, failed, tokens, truncated, groups, dead = sums
+    mean = reward / sequences
+    variance = max(0.0, squares / sequences - mean * mean)
+    return {
+        "reward/mean": mean,
+        "reward/std": variance**0.5,
+        "reward/parse_fail_frac": failed / sequences,
+        "reward/zero_std_frac": dead / groups,
+        "rollout/response_length": tokens / sequences,
+        "rollout/truncated_frac": truncated / sequences,
+        "rollout/tokens_per_s": tokens / seconds,
+    }

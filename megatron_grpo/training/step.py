@@ -1,0 +1,175 @@
+"""One step: sample, score, old log-probs, then its ticks; and validation. Rows for the metrics come from here.
+
+Legend: B sequences, G of one prompt.
+"""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_grpo.backends.megatron.p2p import Pass
+from megatron_grpo.backends.megatron.schedule import forward_only
+from megatron_grpo.config import Config
+from megatron_grpo.data.problem import Problem, Task
+from megatron_grpo.data.tasks import encode_prompts
+from megatron_grpo.ops.grpo import group_advantages
+from megatron_grpo.ops.lowrank import seed_of
+from megatron_grpo.parallel.collectives import sum_over
+from megatron_grpo.parallel.link import Kind
+from megatron_grpo.rollout.batch import Batch
+from megatron_grpo.rollout.sampler import SamplingRule
+from megatron_grpo.training.loss import ReadLogprobs, Replay, model_inputs
+from megatron_grpo.training.measure import Measure, RolloutFigures
+from megatron_grpo.training.policy import Policy
+from megatron_grpo.training.scoring import Scorer, Scores
+from megatron_grpo.training.tick import TickRunner
+
+Row = dict[str, float]
+
+
+class StepRunner:
+    """Runs steps of one policy on one task. Every rank calls everything, in the same order.
+
+    Args:
+        cfg: the whole config.
+        policy: this rank's part of the policy.
+        task: where problems come from; data position is the step number.
+        scorer: rewards, and the tokenizer behind them.
+    """
+
+    def __init__(self, cfg: Config, policy: Policy, task: Task, scorer: Scorer) -> None:
+        self._cfg, self._policy, self._task, self._scorer = cfg, policy, task, scorer
+        self._tokenizer = scorer.tokenizer
+        self._validation = task.validation()
+        self._read = ReadLogprobs(cfg.rollout.temperature, policy.vocab)
+        self._reference = policy.engine.weights() if cfg.grpo.kl_coef > 0 else None
+        self._measure = Measure(policy)
+        self.ticks = TickRunner(cfg, policy)
+
+    def run(self, step: int) -> list[Row]:
+        """Step ``step``: one row for each of its ticks, equal on every rank."""
+        cfg, policy = self._cfg, self._policy
+        start = time.perf_counter()
+        policy.link.begin_step(step)
+        policy.link.commit()
+        # Until the first basis is fitted nothing is compressed: the bootstrap lasts one step, as every basis does.
+        uncompressed = step == 0 and cfg.anchor.enabled and cfg.anchor.bootstrap == "dense"
+        batch, figures = self._rollout(step)
+        replays_start = time.perf_counter()
+        replays = self._replays(batch, uncompressed=uncompressed)
+        old_seconds = time.perf_counter() - replays_start
+        rows = []
+        for number, replay in enumerate(replays):
+            tick = step * cfg.grpo.minibatches + number
+            report = self.ticks.run(tick, replay, uncompressed=uncompressed)
+            if number == 0:
+                report.seconds["time/train"] += old_seconds
+            last = number == len(replays) - 1
+            row: Row = {"step": step, "tick": tick}
+            row |= self._measure.row(report, figures if last else None)
+            if last:
+                row["time/step"] = time.perf_counter() - start
+            rows.append(row)
+        return rows
+
+    def validate(self) -> Row:
+        """Greedy and sampled score on the held-out problems, through the dense policy, and through the codec if it samples."""
+        cfg = self._cfg
+        scores: Row = {}
+        paths = [("", True)] + ([("_codec", False)] if cfg.rollout.path == "codec" else [])
+        for suffix, dense in paths:
+            for name, temperature in (("val/score", None), ("val/score_sampled", 1.0)):
+                scores[name + suffix] = self._validation_score(temperature, dense=dense)
+        return scores
+
+    def _validation_score(self, temperature: float | None, *, dense: bool) -> float:
+        problems = self._validation
+        mine = list(range(self._policy.groups.at.data, len(problems), self._policy.groups.layout.data))
+        total = torch.zeros((), dtype=torch.float64, device=self._policy.device)
+        if mine:
+            rule = self._rule(temperature, seed=seed_of(self._cfg.train.seed, 0, "validation"))
+            rule = replace(rule, top_k=0, top_p=1.0)
+            chosen = [problems[index] for index in mine]
+            _, scores = self._sample(chosen, torch.tensor(mine), rule, kind="validation", dense=dense)
+            total += scores.reward_B.sum()
+        groups = self._policy.groups
+        return sum_over(total, groups.data).item() / len(problems)
+
+    def _rollout(self, step: int) -> tuple[Batch, RolloutFigures]:
+        cfg, groups = self._cfg, self._policy.groups
+        prompts, size = cfg.grpo.prompts_per_step, cfg.grpo.group_size
+        mine = range(groups.at.data * prompts // groups.layout.data, (groups.at.data + 1) * prompts // groups.layout.data)
+        problems = [self._task.train_problem(step * prompts + index) for index in mine for _ in range(size)]
+        row_ids = torch.arange(mine.start * size, mine.stop * size)
+        rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, step, "rollout"))
+        start = time.perf_counter()
+        batch, scores = self._sample(problems, row_ids, rule, kind="rollout", dense=cfg.rollout.path == "dense")
+        reward_BG = scores.reward_B.view(-1, size)
+        advantages_BG = group_advantages(reward_BG, eps=cfg.grpo.eps, std=cfg.grpo.std)
+        figures = RolloutFigures(
+            reward_BG=reward_BG,
+            parsed_B=scores.parsed_B,
+            lengths_B=batch.response_lengths_B,
+            truncated_B=self._truncated(batch),
+            seconds=time.perf_counter() - start,
+        )
+        return batch.with_advantages(advantages_BG.reshape(-1)), figures
+
+    def _sample(
+        self, problems: list[Problem], row_ids: torch.Tensor, rule: SamplingRule, *, kind: Kind, dense: bool
+    ) -> tuple[Batch, Scores]:
+        policy = self._policy
+        prompts = encode_prompts(self._tokenizer, problems, self._cfg.data.max_prompt)
+        with policy.engine.whole_parameters(), policy.link.running(Pass(kind, dense=dense)):
+            batch = policy.sampler.sample(prompts, row_ids, rule)
+        policy.lean.close()
+        return batch, self._scorer(batch, problems)
+
+    def _rule(self, temperature: float | None, seed: int) -> SamplingRule:
+        rollout = self._cfg.rollout
+        return SamplingRule(
+            temperature=temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            max_response=rollout.max_response,
+            valid=self._policy.shape.vocab,
+            end_ids=self._tokenizer.eos_ids,
+            pad_id=self._tokenizer.pad_id,
+            seed=seed,
+        )
+
+    def _truncated(self, batch: Batch) -> torch.Tensor:
+        """True where the response ran into its limit without an end token."""
+        last = batch.responses_BR.gather(1, (batch.response_lengths_B - 1)[:, None]).squeeze(1)
+        ends = torch.tensor(sorted(self._tokenizer.eos_ids), device=last.device)
+        return ~torch.isin(last, ends)
+
+    def _replays(self, batch: Batch, *, uncompressed: bool) -> list[Replay]:
+        """The step's minibatches with their old log-probs and global denominators."""
+        cfg, groups = self._cfg, self._policy.groups
+        size = cfg.rows_per_minibatch
+        minibatches = [batch.rows(start, start + size) for start in range(0, len(batch), size)]
+        tokens = torch.tensor([minibatch.response_tokens for minibatch in minibatches], device=self._policy.device)
+        sum_over(tokens, groups.data)
+        replays = []
+        for number, (minibatch, count) in enumerate(zip(minibatches, tokens.tolist(), strict=True)):
+            replay = Replay(minibatch, None, None, tokens=count, sequences=size * groups.layout.data)
+            # The first tick runs at the weights that old log-probs are of: its own forward is the old one. Not so
+            # where a basis may change inside the step.
+            old = self._logprobs(replay, uncompressed) if number > 0 or cfg.boundary.commit == "tick" else None
+            reference = None
+            if self._reference is not None:
+                with self._policy.engine.at_weights(self._reference):
+                    reference = self._logprobs(replay, uncompressed)
+            replays.append(replace(replay, old_logp_BR=old, reference_logp_BR=reference))
+        return replays
+
+    def _logprobs(self, replay: Replay, uncompressed: bool) -> torch.Tensor:
+        """The trainer's log-probs ``[B, R]`` at the current weights, through the codec; zero except on the last stage."""
+        policy = self._policy
+        inputs, rows = model_inputs(replay, self._cfg.train.micro_batch)
+        plan = Pass("old_logprob", rows=rows, dense=uncompressed)
+        parts: list[Any] = forward_only(policy.stage, policy.link, inputs, plan, self._read)
+        return torch.cat(parts) if parts else torch.zeros_like(replay.batch.sampler_logp_BR)

@@ -1,0 +1,195 @@
+"""One tick: the anchor where it is due, the fast pass, the merge, clipping, the update.
+
+The circuit of a tick, in order: remember -> anchor -> fast -> merge -> clip -> step.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_grpo.anchor.merger import AnchorMemory, Shards, build_merger
+from megatron_grpo.anchor.schedule import AnchorSchedule
+from megatron_grpo.anchor.snapshots import Snapshot, Snapshots
+from megatron_grpo.backends.megatron.p2p import Pass
+from megatron_grpo.backends.megatron.schedule import finish_gradients, forward_backward
+from megatron_grpo.config import Config
+from megatron_grpo.ops.merge import agreement_sums
+from megatron_grpo.parallel.collectives import sum_over
+from megatron_grpo.training.loss import PolicyLoss, Replay, model_inputs
+from megatron_grpo.training.policy import Policy
+
+CLIP_EPS = 1e-6
+"""Added to the norm when clipping, as torch does."""
+
+NEGLIGIBLE = 1e-12
+"""An M of at most this norm merges nothing."""
+
+
+@dataclass(slots=True)
+class TickReport:
+    """What one tick tells the metrics. Sums are this rank's; norms and agreement are the whole model's.
+
+    Attributes:
+        sums: ``loss.SUMS`` over this replica's minibatch, on the last stage; zero elsewhere.
+        gaps: |trainer - sampler| of each response token of this replica, on the last stage.
+        values: metric keys that are already global.
+        seconds: by metric key.
+    """
+
+    sums: torch.Tensor
+    gaps: torch.Tensor
+    values: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, key: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
+
+
+class TickRunner:
+    """Runs ticks and holds what lasts between them: M, the merger, snapshots. Every rank calls everything.
+
+    Args:
+        cfg: the whole config; this is where its parts come together.
+        policy: this rank's part of the policy.
+    """
+
+    def __init__(self, cfg: Config, policy: Policy) -> None:
+        self._cfg, self._policy = cfg, policy
+        self._loss = PolicyLoss(cfg.grpo, cfg.rollout, policy.vocab)
+        self._schedule = AnchorSchedule(cfg.anchor.cadence, cfg.anchor.delay) if cfg.anchor.enabled else None
+        self._memory = AnchorMemory(cfg.anchor.beta)
+        self._merger = build_merger(cfg.merger)
+        self._snapshots = Snapshots()
+        self.skipped = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the engine and the codecs."""
+        return {
+            "memory": self._memory.state_dict(),
+            "merger": self._merger.state_dict(),
+            "snapshots": self._snapshots.state_dict(),
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._memory.load_state_dict(state["memory"])
+        self._merger.load_state_dict(state["merger"])
+        self._snapshots.load_state_dict(state["snapshots"])
+        self.skipped = state["skipped"]
+
+    def run(self, tick: int, replay: Replay, *, uncompressed: bool) -> TickReport:
+        """One tick on ``replay``. ``uncompressed``: boundaries cross dense, and the bases learn from them (bootstrap)."""
+        policy, schedule = self._policy, self._schedule
+        device = policy.device
+        report = TickReport(torch.zeros(6, dtype=torch.float64, device=device), torch.empty(0, device=device))
+        remembers = schedule is not None and schedule.remembers(tick)
+        if remembers:
+            self._snapshots.put(tick, Snapshot(policy.engine.weights(), replay.paired()))
+        fires = schedule is not None and schedule.fires(tick)
+        with report.timed("time/anchor"):
+            if fires:
+                self._fire(tick)
+        with report.timed("time/train"):
+            self._fast(replay, report, uncompressed=uncompressed)
+        with report.timed("time/merge"):
+            self._merge(tick, report, remembers=remembers, fires=fires)
+        with report.timed("time/train"):
+            self._update(tick, report)
+        return report
+
+    def _pass(self, replay: Replay, plan: Pass) -> list[Any]:
+        """Forward and backward of a minibatch; gradients end up averaged in the engine's shards."""
+        policy = self._policy
+        inputs, plan.rows = model_inputs(replay, self._cfg.train.micro_batch)
+        finish = partial(finish_gradients, policy.stage, policy.groups.embedding)
+        # The engine averages over replicas; the loss is a sum over them.
+        with policy.engine.accumulating(finish):
+            return forward_backward(
+                policy.stage, policy.link, inputs, plan, self._loss, scale=policy.groups.layout.data
+            )
+
+    def _fast(self, replay: Replay, report: TickReport, *, uncompressed: bool) -> None:
+        collected = self._pass(replay, Pass("fast", dense=uncompressed, observe=uncompressed))
+        if collected:
+            report.sums = torch.stack([sums for sums, _ in collected]).sum(0)
+            report.gaps = torch.cat([gaps for _, gaps in collected])
+        if uncompressed:
+            self._policy.link.refresh(self._policy.groups.data)
+
+    def _fire(self, tick: int) -> None:
+        """Replay the remembered tick uncompressed, in place; M learns its gradient, the bases learn its boundaries."""
+        assert self._schedule is not None
+        policy = self._policy
+        snapshot = self._snapshots.get(tick - self._schedule.delay)
+        with policy.engine.at_weights(snapshot.weights):
+            self._pass(snapshot.batch, Pass("anchor", dense=True, observe=True))
+        if bool(policy.engine.gradient_norm().isfinite()):
+            self._memory.arrive(policy.engine.gradients())
+        policy.engine.discard_gradients()
+        policy.link.refresh(policy.groups.data)
+        if self._cfg.boundary.commit == "tick":
+            policy.link.commit()
+
+    def _merge(self, tick: int, report: TickReport, *, remembers: bool, fires: bool) -> None:
+        schedule, memory, merger = self._schedule, self._memory, self._merger
+        if schedule is None:
+            return
+        fast = self._policy.engine.gradients()
+        if remembers and merger.needs_fast:
+            self._snapshots.get(tick).fast = [gradient.clone() for gradient in fast]
+        report.values["anchor/fired"] = float(fires)
+        if fires and memory.m is not None:
+            merger.arrive(memory.m, self._snapshots.get(tick - schedule.delay).fast)
+        if fires:
+            self._snapshots.forget(tick - schedule.delay)
+        age = schedule.age(tick)
+        if age is None or memory.m is None:
+            report.values["merger/weight"] = 0.0
+            return
+        report.values["anchor/age"] = float(age)
+        agreement = self._agreement(fast, memory.m)
+        report.values |= agreement_metrics(agreement)
+        merges = agreement[2].sqrt() > NEGLIGIBLE
+        report.values["merger/weight"] = merger.merge(fast, memory.m) if merges else 0.0
+
+    def _agreement(self, fast: Shards, m: Shards) -> torch.Tensor:
+        """``ops.merge.agreement_sums`` over the whole model. Collective: every rank."""
+        total = torch.zeros(5, dtype=torch.float64, device=self._policy.device)
+        for gradient, anchor, counts in zip(fast, m, self._policy.engine.counted_once(), strict=True):
+            if counts:
+                total += agreement_sums(gradient, anchor)
+        return sum_over(total, None)
+
+    def _update(self, tick: int, report: TickReport) -> None:
+        """Clip by the true global norm and step; a gradient that is not finite skips the tick, on every rank alike."""
+        engine, optim = self._policy.engine, self._cfg.optim
+        norm = engine.gradient_norm()
+        lr = optim.lr * min(1.0, (tick + 1) / max(1, optim.warmup_ticks))
+        report.values |= {"policy/grad_norm": norm.item(), "train/lr": lr}
+        if not bool(norm.isfinite()):
+            self.skipped += 1
+            engine.discard_gradients()
+        else:
+            factor = (optim.clip / (norm + CLIP_EPS)).clamp(max=1.0)
+            for gradient in engine.gradients():
+                gradient.mul_(factor)
+            engine.step(lr)
+        report.values["train/skipped"] = float(self.skipped)
+
+
+def agreement_metrics(sums: torch.Tensor) -> dict[str, float]:
+    """Cosine and sign agreement of the fast gradient with M from ``ops.merge.agreement_sums``."""
+    product, fast, anchor, agree, compared = sums.tolist()
+    norms = (fast * anchor) ** 0.5
+    return {
+        "anchor/cos_fast": product / norms if norms > 0 else 0.0,
+        "anchor/sign_agreement": agree / compared if compared > 0 else 0.0,
+    }

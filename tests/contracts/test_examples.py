@@ -1,0 +1,54 @@
+"""Every example loads and passes the checks; the shipped example keeps the keys that users rely on."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.config import check_config, deepspeed_settings, load_config
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if "policy" not in path.parts)
+CONTRACT = {
+    "model": {"path", "dtype"},
+    "data": {"task", "val_size"},
+    "reward": {"kind"},
+    "parallel": {"tensor", "pipeline", "data", "reward_stage"},
+    "boundary": {"codec", "rank", "payload", "basis", "commit", "links"},
+    "anchor": {"enabled", "cadence", "delay", "beta", "bootstrap"},
+    "merger": {"kind", "alpha"},
+    "grpo": {
+        "group_size",
+        "prompts_per_step",
+        "minibatches",
+        "clip_low",
+        "clip_high",
+        "kl_coef",
+        "entropy_coef",
+    },
+    "rollout": {"max_response", "temperature", "top_p", "top_k", "path"},
+    "optim": {"lr", "warmup_ticks", "weight_decay", "clip"},
+    "deepspeed": {"config"},
+    "train": {"steps", "micro_batch", "eval_every", "save_every", "keep", "seed"},
+    "logging": {"tensorboard", "wandb"},
+}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_loads_and_checks_clean(path: Path) -> None:
+    assert check_config(load_config(path)) == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_shipped_deepspeed_file_names_its_stage_and_agrees_with_the_example(stage: int) -> None:
+    config = load_config(
+        ROOT / "examples/tiny/k5.yaml", [f"deepspeed.config=deepspeed_configs/zero{stage}.json"]
+    )
+    assert config.zero_stage == stage
+    assert deepspeed_settings(config)["zero_optimization"]["stage"] == stage
+
+
+def test_the_example_has_exactly_the_contracted_keys() -> None:
+    import yaml
+
+    written = yaml.safe_load((ROOT / "examples/tiny/k5.yaml").read_text())
+    assert {section: set(values) for section, values in written.items()} == CONTRACT

@@ -1,0 +1,39 @@
+"""The command line answers without an engine, and config, ops and conversion stay what they are."""
+
+import subprocess
+import sys
+
+import pytest
+
+ENGINES = (
+    "torch",
+    "transformers",
+    "megatron",
+    "deepspeed",
+    "sentencepiece",
+    "tensorboard",
+    "matplotlib",
+    "apex",
+)
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level packages in ``sys.modules`` of a fresh interpreter after a statement."""
+    code = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+    )
+
+
+@pytest.mark.parametrize(
+    "module", ["cli", "launch", "plan", "config", "config.checks", "backends.apex", "conversion.names"]
+)
+def test_import_loads_no_engine(module: str) -> None:
+    assert not loaded_after(f"import megatron_grpo.{module}") & set(ENGINES)
+
+
+def test_help_loads_no_engine() -> None:
+    statement = "import sys\nfrom megatron_grpo.cli import app\napp(['--help'], standalone_mode=False)"
+    assert not loaded_after(statement) & set(ENGINES)

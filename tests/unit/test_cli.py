@@ -1,0 +1,177 @@
+"""The command line without ranks: messages, exit codes, what is written and what is started."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_grpo import launch
+from megatron_grpo.cli import app
+from megatron_grpo.config import ConfigError, ParallelConfig, load_config
+from megatron_grpo.plan import training_shares
+from tests.unit.test_config import home
+
+__all__ = ["home"]
+
+
+@pytest.fixture(autouse=True)
+def _outside_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+def test_plan_shows_geometry(home: Path) -> None:
+    code, output = run(
+        "plan", home / "run.yaml", "parallel.pipeline=3", "parallel.data=2", "train.micro_batch=16"
+    )
+    assert code == 0
+    for part in (
+        "6 = tensor 1 x pipeline 3 x data 2",
+        "2 + 1 + 1 = 4",
+        "128 = 16 prompts x 8 responses",
+        "140 ticks",
+    ):
+        assert part in output
+
+
+def test_plan_reports_every_error_and_exits_2(home: Path) -> None:
+    code, output = run("plan", home / "run.yaml", "boundary.rank=900", "grpo.prompts_per_step=15")
+    assert code == 2
+    assert "boundary.rank=900 exceeds hidden size 96" in output
+    assert "use 8 or 16" in output
+    assert "Traceback" not in output
+
+
+def test_predicted_shares_by_hand(home: Path) -> None:
+    shares = training_shares(load_config(home / "run.yaml"), hidden=96)
+    assert shares == pytest.approx({"fast": 5 / 96, "old log-probs": 5 / 192, "anchor": 1 / 5})
+    dense = load_config(home / "run.yaml", ["boundary.codec=identity", "boundary.payload=float32"])
+    assert training_shares(dense, hidden=96) == pytest.approx(
+        {"fast": 2.0, "old log-probs": 1.0, "anchor": 0.4}
+    )
+
+
+def test_a_config_error_writes_nothing(home: Path) -> None:
+    before = sorted(home.rglob("*"))
+    code, output = run("train", home / "run.yaml", "grpo.group_size=1", "--run-dir", home / "out")
+    assert code == 2
+    assert output.count("grpo.group_size=1") == 1
+    assert sorted(home.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_under_a_launcher_only_the_first_rank_speaks(
+    home: Path, monkeypatch: pytest.MonkeyPatch, rank: str, lines: int
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    code, output = run("--local_rank=1", "train", home / "run.yaml")
+    assert code == 2
+    assert output.count("WORLD_SIZE=3: the config needs 2 ranks") == lines
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--run-dir", "full"], "is not empty"),
+        (["--resume", "auto"], "add --run-dir"),
+        (["--run-dir", "file"], "is a file"),
+    ],
+)
+def test_a_run_directory_is_never_mixed_up(home: Path, options: list[str], part: str) -> None:
+    (home / "full").mkdir()
+    (home / "full/metrics.jsonl").touch()
+    (home / "file").touch()
+    code, output = run("train", home / "run.yaml", *options)
+    assert code == 2
+    assert part in output
+
+
+def test_train_hands_everything_to_the_launcher(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[list[str], int]] = []
+
+    def fake(arguments: list[str], ranks: int, parallel: ParallelConfig) -> int:
+        seen.append((arguments, ranks))
+        return 7
+
+    monkeypatch.setattr(launch, "start_local", fake)
+    code, _ = run(
+        "train",
+        home / "run.yaml",
+        "parallel.data=2",
+        "train.micro_batch=8",
+        "--resume",
+        "x",
+        "--run-dir",
+        "r",
+    )
+    assert code == 7
+    overrides = ["parallel.data=2", "train.micro_batch=8"]
+    assert seen == [(["train", str(home / "run.yaml"), *overrides, "--run-dir", "r", "--resume", "x"], 4)]
+    run("train", home / "run.yaml")
+    assert re.fullmatch(r"runs/run-\d{8}-\d{6}", seen[1][0][-1])
+
+
+def test_eval_says_what_it_needs(home: Path) -> None:
+    assert "neither a model directory nor a finished run" in run("eval", home)[1]
+    code, output = run("eval", home / "model")
+    assert code == 2
+    assert "add --config" in output
+
+
+def test_rank_environment() -> None:
+    cpu = launch.rank_environment({"A": "b", "OMP_NUM_THREADS": "9"}, threads=2)
+    assert cpu == {
+        "A": "b",
+        "OMP_NUM_THREADS": "2",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    assert launch.rank_environment({}, threads=None) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def test_launch_command_names_one_device_a_rank() -> None:
+    import base64
+
+    command = launch.launch_command(["train", "x.yaml"], [2, 3], 5000)
+    world = next(part for part in command if part.startswith("--world_info=")).partition("=")[2]
+    assert json.loads(base64.urlsafe_b64decode(world)) == {"localhost": [2, 3]}
+    assert command[-3:] == ["megatron_grpo", "train", "x.yaml"]
+    assert "--master_port=5000" in command
+
+
+def test_gpus_are_counted_by_their_device_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert launch.visible_gpus(tmp_path) == [0, 1, 2]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0,7")
+    assert launch.visible_gpus(tmp_path) == [2, 0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert launch.visible_gpus(tmp_path) == []
+
+
+def test_devices_follow_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "visible_gpus", lambda: [0, 1])
+    assert launch.device_ids(2, ParallelConfig()) == [0, 1]
+    assert launch.device_ids(2, ParallelConfig(backend="gloo")) == []
+    with pytest.raises(ConfigError, match="4 ranks need 4 GPUs and this machine shows 2"):
+        launch.device_ids(4, ParallelConfig())
+    monkeypatch.setattr(launch, "visible_gpus", list)
+    assert launch.device_ids(4, ParallelConfig()) == []
+    with pytest.raises(ConfigError, match="no GPU here"):
+        launch.device_ids(4, ParallelConfig(backend="nccl"))
+
+
+def test_missing_engines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: None if name == "deepspeed" else os)
+    with pytest.raises(ConfigError, match=r"^deepspeed: not installed; run"):
+        launch.require_engines()

@@ -1,0 +1,415 @@
+"""Configuration: YAML and overrides, every error in words, combinations, and what the engine is given."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_grpo.config import (
+    BoundaryConfig,
+    Config,
+    ConfigError,
+    check_config,
+    deepspeed_settings,
+    layer_split,
+    load_config,
+    write_resolved,
+)
+
+HF_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "vocab_size": 40,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder with run.yaml beside a model directory (only the files that the checks read)."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").touch()
+    write_model(tmp_path)
+    write_tokenizer(tmp_path, 40)
+    (tmp_path / "run.yaml").write_text("model: {path: model}\n")
+    return tmp_path
+
+
+def write_model(home: Path, **changes: Any) -> None:
+    (home / "model/config.json").write_text(json.dumps(HF_CONFIG | changes))
+
+
+def write_tokenizer(home: Path, size: int) -> None:
+    vocab = {f"t{index}": index for index in range(size)}
+    (home / "model/tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+
+
+def write_deepspeed(home: Path, **settings: Any) -> str:
+    (home / "ds.json").write_text(json.dumps(settings))
+    return "deepspeed.config=ds.json"
+
+
+def load(home: Path, *overrides: str) -> Config:
+    return load_config(home / "run.yaml", list(overrides))
+
+
+def refused(home: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(home, *overrides)
+    return str(caught.value)
+
+
+def checked(home: Path, *overrides: str) -> str:
+    return "\n".join(check_config(load(home, *overrides)))
+
+
+def test_defaults_check_clean(home: Path) -> None:
+    assert checked(home) == ""
+
+
+def test_defaults_are_those_of_the_design(home: Path) -> None:
+    config = load(home)
+    assert (config.anchor.cadence, config.anchor.delay, config.anchor.beta) == (5, 5, 0.5)
+    assert (config.boundary.rank, config.boundary.payload, config.merger.alpha) == (5, "bfloat16", 0.25)
+    assert (config.optim.lr, config.optim.clip, config.grpo.eps) == (5e-5, 1.0, 1e-6)
+
+
+def test_derived_numbers_by_hand(home: Path) -> None:
+    config = load(home, "parallel.data=2", "parallel.tensor=2", "train.micro_batch=8", "train.steps=7")
+    assert config.world_size == 2 * 2 * 2
+    assert config.sequences_per_step == 16 * 8
+    assert config.rows_per_minibatch == 128 // 2 // 2
+    assert config.micro_batches == 4
+    assert config.ticks == 14
+    assert config.in_flight == 2
+    assert config.zero_stage == 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "split"), [(7, 2, [4, 3]), (30, 4, [8, 8, 7, 7]), (4, 4, [1, 1, 1, 1]), (5, 1, [5])]
+)
+def test_layers_are_split_never_dropped(layers: int, stages: int, split: list[int]) -> None:
+    assert layer_split(layers, stages) == split
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-6", 1e-6), ("1E3", 1000.0), ("-2.5e+1", -25.0), (".5e1", 5.0), ("1.0e-3", 1e-3)]
+)
+def test_exponents_are_numbers_in_files_and_overrides(home: Path, text: str, value: float) -> None:
+    (home / "run.yaml").write_text(f"model: {{path: model}}\ngrpo: {{log_ratio_clamp: {text.lstrip('-')}}}\n")
+    assert load(home).grpo.log_ratio_clamp == abs(value)
+    if value > 0:
+        assert load(home, f"grpo.eps={text}").grpo.eps == value
+
+
+def test_text_that_looks_almost_like_a_number_stays_text(home: Path) -> None:
+    assert load(home, "data.question_key=1e", "data.answer_key=e5").data.question_key == "1e"
+
+
+def test_shorthands_are_resolved_by_direction() -> None:
+    boundary = BoundaryConfig(codec="lowrank", backward_codec="mask", forward_payload="float32")
+    assert (boundary.codec_of("forward"), boundary.codec_of("backward")) == ("lowrank", "mask")
+    assert (boundary.payload_of("forward"), boundary.payload_of("backward")) == ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("anchor.cadence=5.5", ["anchor.cadence=5.5", "whole number", "default 5"]),
+        ("anchor.cadence=five", ["anchor.cadence=five", "whole number"]),
+        ("anchor.cadence='5'", ["anchor.cadence=5", "whole number"]),
+        ("anchor.cadence=0", ["anchor.cadence=0", "at least 1", "use 1 or more"]),
+        ("anchor.delay=-1", ["anchor.delay=-1", "at least 0"]),
+        ("anchor.beta=1.0", ["anchor.beta=1.0", "below 1"]),
+        ("anchor.enabled=1", ["anchor.enabled=1", "true or false"]),
+        ("merger.alpha=1.5", ["merger.alpha=1.5", "at most 1"]),
+        ("grpo.group_size=1", ["grpo.group_size=1", "at least 2"]),
+        ("grpo.dual_clip=1.0", ["grpo.dual_clip=1.0", "above 1"]),
+        ("rollout.temperature=0", ["rollout.temperature=0", "above 0"]),
+        ("rollout.temperature=-0.1", ["rollout.temperature=-0.1", "above 0"]),
+        ("rollout.top_p=0", ["rollout.top_p=0", "above 0"]),
+        ("rollout.top_p=1.1", ["rollout.top_p=1.1", "at most 1"]),
+        ("boundary.rank=0", ["boundary.rank=0", "at least 1"]),
+        ("optim.lr=.nan", ["optim.lr=NaN", "finite"]),
+        ("merger.kind=ema", ["merger.kind=ema", "signed_ema"]),
+        (
+            "parallel.reward_stage=true",
+            ["parallel.reward_stage=true", "not available yet", "set it to false"],
+        ),
+        ("boundary.links=[tensor]", ["boundary.links", "not available yet", "[pipeline]"]),
+        ("boundary.links=[]", ["boundary.links", "empty"]),
+        ("data.prompt_template=hello", ["data.prompt_template=hello", "{question}"]),
+        ("anchor.cadense=20", ["anchor.cadense=20", "unknown key", "anchor.cadence"]),
+        ("anchor.rank=20", ["anchor.rank=20", "unknown key", "boundary.rank"]),
+        ("ancor.cadence=20", ["ancor", "unknown section", "anchor"]),
+        ("cadence=20", ["cadence=20", "section.key=value"]),
+        ("anchor.cadence", ["anchor.cadence", "section.key=value"]),
+        ("anchor.cadence=[1", ["anchor.cadence=[1", "not valid YAML"]),
+        ("data.path=nowhere.jsonl", ["data.path=nowhere.jsonl", "not found in"]),
+        ("deepspeed.config=zero9.json", ["deepspeed.config=zero9.json", "not found in"]),
+        ("model.path=7", ["model.path=7", "must be text"]),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_key_value_and_remedy(
+    home: Path, override: str, parts: list[str]
+) -> None:
+    message = refused(home, override)
+    assert len(message.splitlines()) == 1
+    assert [part for part in parts if part not in message] == []
+
+
+def test_all_errors_come_at_once(home: Path) -> None:
+    lines = refused(
+        home, "anchor.cadence=0", "grpo.group_size=1", "boundary.rnk=3", "data.path=no"
+    ).splitlines()
+    assert sorted(line.partition("=")[0] for line in lines) == [
+        "anchor.cadence",
+        "boundary.rnk",
+        "data.path",
+        "grpo.group_size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "holds no sections"),
+        ("- a\n- b\n", "holds no sections"),
+        ("model: [unclosed\n", "not valid YAML"),
+        ("anchor: {cadence: 5}\n", "model: is missing"),
+        ("model: {dtype: float32}\n", "model.path: is missing"),
+        ("model: {path: model}\nanchor: 5\n", "anchor=5: must be a section"),
+        ("model: {path: model}\nanchor: {cadence: 5, cadence: 6}\n", "cadence: is given twice"),
+        ("model: {path: model}\nmodel: {path: other}\n", "model: is given twice"),
+    ],
+)
+def test_a_malformed_file_is_refused_in_words(home: Path, text: str, part: str) -> None:
+    (home / "run.yaml").write_text(text)
+    assert part in refused(home)
+
+
+def test_a_missing_file_is_refused_in_words(home: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(home / "other.yaml")
+
+
+def test_an_empty_section_means_its_defaults(home: Path) -> None:
+    (home / "run.yaml").write_text("model: {path: model}\nanchor:\n")
+    assert load(home).anchor.cadence == 5
+
+
+def test_paths_are_found_beside_above_and_here(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = home / "a/b"
+    deep.mkdir(parents=True)
+    (deep / "run.yaml").write_text("model: {path: model}\n")
+    assert load_config(deep / "run.yaml").model.path == str(home / "model")
+    (deep / "model").mkdir()
+    assert load_config(deep / "run.yaml").model.path == str(deep / "model")
+    (home / "here/mine").mkdir(parents=True)
+    monkeypatch.chdir(home / "here")
+    assert load_config(deep / "run.yaml", ["model.path=mine"]).model.path == str(home / "here/mine")
+
+
+def test_the_tokenizer_is_the_models_unless_given(home: Path) -> None:
+    assert load(home).tokenizer.path == str(home / "model")
+    (home / "words").mkdir()
+    assert load(home, "tokenizer.path=words").tokenizer.path == str(home / "words")
+
+
+def test_the_resolved_file_reads_back_as_the_same_config(home: Path) -> None:
+    config = load(home, "grpo.eps=1e-9", "grpo.dual_clip=null", "boundary.links=[pipeline]")
+    write_resolved(config, home / "resolved.yaml")
+    assert load_config(home / "resolved.yaml") == config
+    assert [path.name for path in home.iterdir() if path.name.startswith(".")] == []
+    assert yaml.safe_load((home / "resolved.yaml").read_text()) == config.dump()
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("boundary.rank=900", "boundary.rank=900 exceeds hidden size 96; use at most 96"),
+        ("parallel.pipeline=5", "parallel.pipeline=5 exceeds the model's 4 layers; use at most 4"),
+        (
+            "grpo.prompts_per_step=15",
+            "grpo.prompts_per_step=15: whole groups cannot be dealt to 2 shares "
+            "(parallel.data=1 x grpo.minibatches=2); use 8 or 16",
+        ),
+        (
+            "train.micro_batch=24",
+            "train.micro_batch=24: does not divide the 64 sequences of one minibatch on one rank; "
+            "use 16 or 32",
+        ),
+        (
+            "train.micro_batch=100",
+            "train.micro_batch=100: does not divide the 64 sequences of one minibatch on one rank; use 64",
+        ),
+        ("grpo.prompts_per_step=1", "use 8"),
+        ("rollout.in_flight=1", "rollout.in_flight=1 leaves stages idle; use at least 2"),
+        ("rollout.max_response=100", "makes 164 tokens and the model has 128 positions"),
+        ("anchor.enabled=false", "boundary.basis=anchor: is never refreshed"),
+        ("anchor.enabled=false", "merger.kind=signed_ema: has no gradient"),
+        ("data.task=jsonl", "data.path=null: data.task=jsonl reads a file; set data.path"),
+    ],
+)
+def test_a_combination_that_cannot_work_is_named(home: Path, override: str, line: str) -> None:
+    assert line in checked(home, override)
+
+
+def test_every_control_arm_is_one_config_away(home: Path) -> None:
+    no_anchor = ["anchor.enabled=false", "merger.kind=none"]
+    assert checked(home, "boundary.codec=identity", *no_anchor) == ""
+    assert checked(home, "boundary.basis=random", *no_anchor) == ""
+    assert checked(home, "boundary.codec=mask", *no_anchor) == ""
+    assert checked(home, "merger.alpha=1.0") == ""
+    assert checked(home, "merger.kind=delayed_ef", "anchor.beta=0.0") == ""
+
+
+def test_tensor_width_must_divide_heads_and_groups(home: Path) -> None:
+    write_model(home, num_attention_heads=14, num_key_value_heads=2, hidden_size=896)
+    assert "14 attention heads, 2 key/value groups" in checked(home, "parallel.tensor=4")
+    assert checked(home, "parallel.tensor=4").endswith("use 1 or 2")
+    assert checked(home, "parallel.tensor=2") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no model.safetensors"),
+        ("tokenizer.json", "has neither tokenizer.json nor tokenizer.model"),
+    ],
+)
+def test_a_missing_model_file_is_named(home: Path, name: str, part: str) -> None:
+    (home / "model" / name).unlink()
+    assert part in checked(home)
+
+
+def test_a_missing_shard_is_named(home: Path) -> None:
+    (home / "model/model.safetensors").unlink()
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (home / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    (home / "model/one.safetensors").touch()
+    assert "lacks two.safetensors" in checked(home)
+
+
+def test_an_unsupported_architecture_is_named(home: Path) -> None:
+    write_model(home, architectures=["MambaForCausalLM"])
+    assert "MambaForCausalLM is not supported" in checked(home)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(home: Path) -> None:
+    write_tokenizer(home, 41)
+    assert "has 41 tokens but the model's vocabulary 40" in checked(home)
+
+
+def test_added_tokens_count_by_their_ids_and_unigram_pieces_by_their_place(home: Path) -> None:
+    tokenizer = {
+        "model": {"vocab": [["a", 0.0], ["b", -1.0]]},
+        "added_tokens": [{"id": 50, "content": "<x>"}],
+    }
+    (home / "model/tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "has 51 tokens" in checked(home)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "is empty"),
+        ("\n\n", "is empty"),
+        ('{"question": "a", "answer": "1"}\n{"question": "b"}\n', "row 2 has no 'answer'"),
+        ('{"question": "a", "answer": "1"}\n\nnot json\n', "row 3 is not JSON"),
+        ("[1]\n", "row 1 has no 'question'"),
+        ('{"question": "a", "answer": "1"}\n', "data.val_size=256: leaves none of the 1 rows"),
+    ],
+)
+def test_a_bad_jsonl_file_names_the_row(home: Path, text: str, part: str) -> None:
+    (home / "train.jsonl").write_text(text)
+    assert part in checked(home, "data.task=jsonl", "data.path=train.jsonl")
+
+
+def test_a_good_jsonl_file_passes(home: Path) -> None:
+    (home / "train.jsonl").write_text('{"q": "a", "answer": "1"}\n' * 3)
+    jsonl = ["data.task=jsonl", "data.path=train.jsonl", "data.question_key=q"]
+    assert checked(home, *jsonl, "data.val_size=2") == ""
+    assert checked(home, *jsonl, "data.val_path=train.jsonl") == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 but optim.clip is 1.0"),
+        ({"train_batch_size": 128}, "train_batch_size is 128 but grpo and parallel give 64 sequences"),
+        ({"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu is 4"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2"),
+        ({"optimizer": {"type": "Lion"}}, "optimizer.type is Lion"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+            "optimizer.params.lr is 0.001 but optim.lr is",
+        ),
+        ({"bf16": {"enabled": True}}, "bf16.enabled is True but model.dtype is float32"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled is True"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "scheduler is set"),
+        ({"zero_optimization": {"stage": 4}}, "stage is 4; use 0, 1, 2 or 3"),
+    ],
+)
+def test_a_deepspeed_file_that_contradicts_the_config_is_refused(
+    home: Path, settings: dict[str, Any], part: str
+) -> None:
+    config = load(home, write_deepspeed(home, **settings))
+    assert part in "\n".join(check_config(config))
+    with pytest.raises(ConfigError):
+        deepspeed_settings(config)
+
+
+def test_auto_and_equal_values_agree_and_no_auto_is_left(home: Path) -> None:
+    auto = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-8, "weight_decay": "auto"}}
+    override = write_deepspeed(
+        home,
+        zero_optimization={"stage": 3, "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": 1000},
+        optimizer=auto,
+        scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+        gradient_clipping=1.0,
+        bf16={"enabled": "auto"},
+        train_batch_size="auto",
+    )
+    config = load(home, override, "parallel.data=2")
+    assert check_config(config) == []
+    settings = deepspeed_settings(config)
+    assert "auto" not in json.dumps(settings)
+    assert settings["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert settings["zero_optimization"]["stage3_param_persistence_threshold"] == 0
+    assert "scheduler" not in settings
+    assert settings["optimizer"]["params"] == {
+        "lr": 5e-5,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+    }
+    assert (settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"]) == (64, 32)
+    assert settings["gradient_accumulation_steps"] == 1
+    assert settings["gradient_clipping"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "accumulation"),
+    [("float32", 0, "fp32"), ("float32", 1, "fp32"), ("bfloat16", 1, "bf16"), ("bfloat16", 3, "fp32")],
+)
+def test_formats_follow_the_model(home: Path, dtype: str, stage: int, accumulation: str) -> None:
+    override = write_deepspeed(home, zero_optimization={"stage": stage})
+    settings = deepspeed_settings(load(home, override, f"model.dtype={dtype}"))
+    assert settings["bf16"]["enabled"] is (dtype == "bfloat16")
+    assert settings["data_types"] == {"grad_accum_dtype": accumulation}
+
+
+@pytest.mark.parametrize("prompts", [1, 3, 7, 15, 29])
+def test_the_prompts_per_step_that_are_offered_work(home: Path, prompts: int) -> None:
+    message = checked(home, f"grpo.prompts_per_step={prompts}")
+    for offered in message.rpartition("use ")[2].split(" or "):
+        assert checked(home, f"grpo.prompts_per_step={offered}") == ""

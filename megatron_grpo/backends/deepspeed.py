@@ -238,6 +238,9 @@ class PolicyEngine:
             self._load(live)
 
     def _load(self, weights: Shards) -> None:
+        if self.zero_stage == 3:
+            # A parameter that a pass left gathered would go on with the weights of that pass.
+            self.engine.optimizer.empty_partition_cache()
         for target, source in zip(self._weight_storage(), weights, strict=True):
             target.copy_(source)
 

@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 
 from megatron_grpo.conversion.files import HFReader, stage_weights
-from megatron_grpo.conversion.names import ModelShape, padded_vocab
+from megatron_grpo.conversion.names import ModelShape, padded_vocab, stage_table
 from megatron_grpo.parallel.groups import ParallelGroups
 
 
@@ -150,7 +150,18 @@ def build_stage(
             dtype=dtype,
         )
     load_weights(module, weights)
+    mark_sharded(module, shape, layers, groups)
     return Stage(module.to(device), shape, layers, split, collection)
+
+
+def mark_sharded(module: torch.nn.Module, shape: ModelShape, layers: range, groups: ParallelGroups) -> None:
+    """Say of each parameter whether tensor ranks hold slices of it or copies, under Megatron's name for that.
+
+    Megatron itself says so only where it initialises weights.
+    """
+    parameters = dict(module.named_parameters())
+    for weight in stage_table(shape, layers, first=groups.is_first_stage, last=groups.is_last_stage):
+        parameters[weight.megatron].tensor_model_parallel = weight.how != "replicated"
 
 
 def load_weights(module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:

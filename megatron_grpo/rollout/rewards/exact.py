@@ -1,0 +1,28 @@
+"""Rewards that compare text with text."""
+
+from __future__ import annotations
+
+from megatron_grpo.rollout.rewards.verdict import UNREADABLE, Verdict, without_stop_text
+
+_MARKER = "####"
+
+
+def chain_sum_reward(response: str, answer: str, finished: bool) -> Verdict:
+    """1 iff the response ended by itself, has exactly one `=`, and what follows it is the answer, to the letter."""
+    text = without_stop_text(response)
+    if not finished or text.count("=") != 1:
+        return UNREADABLE
+    said = text.partition("=")[2]
+    return Verdict(float(bool(answer) and said == answer), bool(said))
+
+
+def exact_reward(response: str, answer: str, finished: bool) -> Verdict:
+    """1 iff the response ended by itself and what follows its last `####`, or all of it, is the answer.
+
+    Space around either is ignored and nothing else: no reading of numbers (that is `math`).
+    """
+    said = without_stop_text(response).rsplit(_MARKER, 1)[-1].strip()
+    if not finished or not said:
+        return UNREADABLE
+    gold = answer.strip()
+    return Verdict(float(bool(gold) and said == gold), True)

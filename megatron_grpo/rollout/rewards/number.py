@@ -1,0 +1,75 @@
+"""Numbers as people and models write them, read exactly."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_DASHES = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{FULLWIDTH HYPHEN-MINUS}": "-"})
+_DECORATION = re.compile(r"\\(?:left|right|displaystyle|,|;|!|:)|\\?\$|\*\*|~|\\?%")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_NAME = re.compile(r"^[A-Za-z]\w{0,20}\s*=\s*(?=[^=])")
+_SIGN_SPACE = re.compile(r"^([+-])\s+")
+_UNIT = re.compile(r"(?<=[\d}.])\s+((?:[^\W\d_]{2,}|\N{DEGREE SIGN})(?:\s+[^\W\d_]{2,})?)\s*\Z")
+_NOT_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "or", "and", "to", "not"}
+
+_DECIMAL = re.compile(r"[+-]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,2})?")
+_RATIO = re.compile(r"([+-]?)\s*(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)")
+_LATEX_RATIO = re.compile(
+    r"([+-]?)\s*(\d+)?\s*\\[dt]?frac\s*(?:\{\s*([+-]?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))"
+)
+_LONGEST_NUMBER = 60
+
+
+def plain(text: str) -> str:
+    """The answer without dress: `$`, `%`, bold, `x =`, LaTeX spacing, text in `\\text{}`, a final dot."""
+    bare = _TEXT.sub(r" \1 ", _DECORATION.sub(" ", text.translate(_DASHES)))
+    bare = _NAME.sub("", bare.strip())
+    bare = _SIGN_SPACE.sub(r"\1", bare.strip())
+    return bare.removesuffix(".").strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number and the words of unit after it (empty when there are none)."""
+
+    value: Fraction
+    unit: str
+
+    def agrees_with(self, other: Quantity) -> bool:
+        """Equal values, and no two different units."""
+        return self.value == other.value and (self.unit == other.unit or not self.unit or not other.unit)
+
+
+def parse_quantity(text: str) -> Quantity | None:
+    """The exact value of a plain number, with up to two words of unit after it; None for anything else.
+
+    Reads decimals with thousands commas (`1,234.50`), powers of ten (`1e3`), ratios (`3/4`, `1 1/2`) and LaTeX
+    ratios (`\\frac{3}{4}`, `\\frac12`, `1\\frac{1}{2}`). Two numbers (`18, 20`) are none; `18 million` is none.
+    """
+    if len(text) > _LONGEST_NUMBER:
+        return None
+    unit = ""
+    if match := _UNIT.search(text):
+        unit, text = match[1].lower(), text[: match.start()]
+        if _NOT_UNITS.intersection(unit.removesuffix("s").split()):
+            return None
+    value = _number(text)
+    return None if value is None else Quantity(value, unit)
+
+
+def _number(text: str) -> Fraction | None:
+    if _DECIMAL.fullmatch(text):
+        return Fraction(text.replace(",", ""))
+    if match := _RATIO.fullmatch(text):
+        sign, whole, over, under = match.groups()
+    elif match := _LATEX_RATIO.fullmatch(text):
+        sign, whole, *parts = match.groups()
+        over, under = (part for part in parts if part is not None)
+    else:
+        return None
+    if int(under) == 0:
+        return None
+    value = int(whole or 0) + Fraction(int(over), int(under))
+    return -value if sign == "-" else value

@@ -2,9 +2,9 @@
 
     python examples/tiny/make_policy.py --out examples/tiny/policy
 
-The policy learns `chain_sum` from worked answers, some direct and some by running totals with slips in them, and
-training stops while it is still often wrong, so that GRPO has something to do. One core, a few minutes; the same
-seed and library versions give the same files.
+The policy learns `chain_sum` from worked answers, some direct and some by running totals with slips in them,
+and training stops while it is still often wrong, so that GRPO has something to do. One core, a few minutes; the
+same seed and library versions give the same files.
 
 Legend: B batch, S sequence of prompt and response, V vocabulary.
 """
@@ -65,7 +65,9 @@ def make_tokenizer(pieces: sentencepiece.SentencePieceProcessor) -> PreTrainedTo
     vocabulary = {pieces.id_to_piece(i): i for i in range(pieces.vocab_size())}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", fuse_unk=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    backend.decoder = decoders.Sequence([decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "), decoders.Fuse()]
+    )
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", pieces.bos_id())]
     )
@@ -106,7 +108,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def worked_answer(problem: Problem, choose: random.Random, args: argparse.Namespace) -> str:
-    """A teacher's response: `=14` at once, or running totals first (`19,14=14`), each total wrong by chance."""
+    """A teacher's response: `=14` at once, or running totals first (`19,14=14`), each wrong by chance."""
     if choose.random() < args.direct:
         return f"={problem.answer}"
     first, *rest = (int(term) for term in problem.prompt.rstrip(">").split("+"))
@@ -126,7 +128,8 @@ def encode_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels, int64 `[B, S]`; labels are IGNORED on the prompt and after the EOS."""
     prompt_ids = tokenizer(prompts)["input_ids"]
-    response_ids = tokenizer([r + SPECIALS["eos_token"] for r in responses], add_special_tokens=False)["input_ids"]
+    ended = [response + SPECIALS["eos_token"] for response in responses]
+    response_ids = tokenizer(ended, add_special_tokens=False)["input_ids"]
     longest = max(len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True))
     tokens_BS = torch.full((len(prompts), longest), tokenizer.pad_token_id)
     labels_BS = torch.full((len(prompts), longest), IGNORED)
@@ -156,7 +159,7 @@ def accuracy(
 
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> bool:
-    """Train in place until both accuracies lie in their wanted bands; False when `args.iterations` run out first."""
+    """Train in place until both accuracies lie in their bands; False when `args.iterations` run out first."""
     task = ChainSum(terms=3, val_size=512, seed=args.seed + 1_000_003)
     held_out = task.validation()
     choose = random.Random(args.seed)
@@ -176,16 +179,24 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: arg
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (iteration + 1) % args.every == 0:
-            greedy, _ = accuracy(model, tokenizer, held_out, sample=False)
-            sampled, direct = accuracy(model, tokenizer, held_out, sample=True)
-            print(
-                f"iteration {iteration + 1}  {time.monotonic() - started:.0f} s  loss {loss.item():.3f}  "
-                f"greedy {greedy:.3f}  sampled {sampled:.3f}  direct {direct:.3f}",
-                flush=True,
-            )
-            if args.greedy[0] <= greedy <= args.greedy[1] and args.sampled[0] <= sampled <= args.sampled[1]:
+            seconds = time.monotonic() - started
+            print(f"iteration {iteration + 1}  {seconds:.0f} s  loss {loss.item():.3f}", end="  ")
+            if is_mediocre(model, tokenizer, held_out, args):
                 return True
     return False
+
+
+def is_mediocre(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    held_out: list[Problem],
+    args: argparse.Namespace,
+) -> bool:
+    """Print both accuracies; whether each lies in its wanted band."""
+    greedy, _ = accuracy(model, tokenizer, held_out, sample=False)
+    sampled, direct = accuracy(model, tokenizer, held_out, sample=True)
+    print(f"greedy {greedy:.3f}  sampled {sampled:.3f}  direct {direct:.3f}", flush=True)
+    return args.greedy[0] <= greedy <= args.greedy[1] and args.sampled[0] <= sampled <= args.sampled[1]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -199,7 +210,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--direct", type=float, default=0.35, help="share of direct answers")
     parser.add_argument("--slip", type=float, default=0.05, help="chance that a running total is wrong")
-    parser.add_argument("--recheck", type=float, default=0.15, help="chance that the last total is said twice")
+    parser.add_argument("--recheck", type=float, default=0.15, help="chance that the last total is repeated")
     parser.add_argument("--greedy", type=float, nargs=2, default=(0.40, 0.50), help="wanted band, greedy")
     parser.add_argument("--sampled", type=float, nargs=2, default=(0.25, 0.31), help="wanted band, sampled")
     return parser.parse_args()

@@ -79,12 +79,12 @@ def read_rows(path: Path, data: DataConfig) -> list[Problem]:
     """
     if QUESTION_SLOT not in data.prompt_template:
         raise ConfigError(
-            f"data.prompt_template={data.prompt_template!r} has no {QUESTION_SLOT}; put it where the question goes"
+            f"data.prompt_template={data.prompt_template!r} has no place for the question; put {QUESTION_SLOT} into it"
         )
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); give an existing JSON-lines file") from error
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); give a JSON-lines file") from error
     problems = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -128,7 +128,7 @@ def _refuse_constant(name: str) -> object:
 
 
 def normalise_gold(answer: str) -> str:
-    """The gold answer: what follows the last `####`, or all of it; a number loses `$`, commas and a final dot.
+    """The gold answer: what follows the last `####`, or all; a number loses `$`, commas and a final dot.
 
     Anything else is kept as it is (an expression, a LaTeX term, one word). Raises ValueError when nothing is
     left, or when what is left is several lines or prose, which no reward could compare.
@@ -144,6 +144,6 @@ def normalise_gold(answer: str) -> str:
     if "\n" in gold or _PROSE.search(_LATEX_COMMAND.sub(" ", gold)):
         shown = gold if len(gold) <= 60 else gold[:57] + "..."
         raise ValueError(
-            f"its answer {shown!r} is prose, not a value (write a value, or a solution that ends in '#### value')"
+            f"its answer {shown!r} is prose, not a value (write a value, or end a solution in '#### value')"
         )
     return gold

@@ -105,7 +105,9 @@ def encode_prompts(
     for problem in problems:
         ids = list(tokenizer.encode(problem.prompt))
         if not ids:
-            raise ConfigError(f"problem {problem.id} has an empty prompt; remove it or fix data.prompt_template")
+            raise ConfigError(
+                f"problem {problem.id} has an empty prompt; remove it or set data.prompt_template"
+            )
         if len(ids) > max_prompt:
             raise ConfigError(
                 f"data.max_prompt={max_prompt} is too small for problem {problem.id} of {len(ids)} tokens; "

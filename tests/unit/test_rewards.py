@@ -1,4 +1,4 @@
-"""Rewards against the public faults of reward parsers (cases A of the conformance list) and the chain_sum rule."""
+"""Rewards against the public faults of reward parsers (cases A1 to A19) and the chain_sum rule."""
 
 import threading
 import time
@@ -33,7 +33,7 @@ EXACT = build_reward(RewardConfig(kind="exact"), "jsonl")
         ("=14</s>", True, Verdict(1.0, True)),
     ],
 )
-def test_chain_sum_pays_for_one_equals_sign_and_the_answer(response: str, finished: bool, want: Verdict) -> None:
+def test_chain_sum_pays_for_one_sign_and_the_answer(response: str, finished: bool, want: Verdict) -> None:
     assert SUM(response, "14", finished) == want
 
 
@@ -120,7 +120,9 @@ def test_a3_a4_equal_values_pay_in_a_box(said: str, gold: str, want: int) -> Non
     assert MATH(rf"so \boxed{{{said}}}", rf"\boxed{{{gold}}}", True) == verdict
 
 
-@pytest.mark.parametrize("response", [r"\boxed{}", r"\boxed{\frac}", r"\boxed{", r"\boxed{18", r"\boxed", "#### $"])
+@pytest.mark.parametrize(
+    "response", [r"\boxed{}", r"\boxed{\frac}", r"\boxed{", r"\boxed{18", r"\boxed", "#### $"]
+)
 def test_a4_malformed_answers_count_as_unreadable(response: str) -> None:
     assert MATH(response, "18", True) == Verdict(0.0, False)
 
@@ -200,7 +202,7 @@ def test_hostile_answers_score_nothing_quickly(hostile: str) -> None:
 
 def test_the_allow_list_of_formulas() -> None:
     good = ["x+1", r"\frac{x^2}{3}", r"2\sqrt{3}", "(x+1)^3", r"2^{10}", r"e^{x}", r"\left(\frac12, 3\right)"]
-    bad = ["9^9^9", "x^{y^2}", "(x+1)^9", "abs(1)exit", "x_1", "5!", "lambda", "'a'", r"\input{a}", "x" + "+1" * 50]
+    bad = ["9^9^9", "x^{y^2}", "(x+1)^9", "abs(1)exit", "x_1", "5!", "lambda", "'a'", r"\input{a}", "+1" * 50]
     assert [is_small_formula(text) for text in good] == [True] * len(good)
     assert [is_small_formula(text) for text in bad] == [False] * len(bad)
 

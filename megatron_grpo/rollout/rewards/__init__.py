@@ -1,4 +1,4 @@
-"""Rewards by rule. To add one: a function or class with the `Reward` signature, and its line in `build_reward`."""
+"""Rewards by rule. A new one is a callable with the `Reward` signature and its line in `build_reward`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Reward", "Verdict", "build_reward", "score_batch"]
 
 
 def build_reward(reward: RewardConfig, task_name: str) -> Reward:
-    """The reward that `reward.kind` names, for the task `task_name`. Raises ConfigError when they do not fit."""
+    """The reward that `reward.kind` names for the task; raises ConfigError when they do not fit."""
     if reward.kind == "exact":
         return chain_sum_reward if task_name == "chain_sum" else exact_reward
     if task_name == "chain_sum":
-        raise ConfigError("reward.kind=math: finds no #### or box in answers of data.task=chain_sum; use exact")
+        raise ConfigError("reward.kind=math: answers of data.task=chain_sum have no #### or box; use exact")
     return MathReward()
 
 

@@ -8,7 +8,7 @@ _MARKER = "####"
 
 
 def chain_sum_reward(response: str, answer: str, finished: bool) -> Verdict:
-    """1 iff the response ended by itself, has exactly one `=`, and what follows it is the answer, to the letter."""
+    """1 iff the response ended by itself, has exactly one `=`, and what follows it is the answer exactly."""
     text = without_stop_text(response)
     if not finished or text.count("=") != 1:
         return UNREADABLE

@@ -1,8 +1,8 @@
 """The `math` reward: reads the final answer out of a response and compares it with the gold by value.
 
-Extraction is strict: the line after the last `####`, else the last `\\boxed{}`, else nothing. Numbers are compared
-exactly, as fractions; small formulas by math-verify. Model text is never evaluated: what reaches the formula parser
-has passed an allow-list, and what may not reach it is compared as text.
+Extraction is strict: the line after the last `####`, else the last `\\boxed{}`, else nothing. Numbers are
+compared exactly, as fractions; small formulas by math-verify. Model text is never evaluated: what reaches the
+formula parser has passed an allow-list, and what may not reach it is compared as text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MathReward:
     """1 iff the response's final answer has the value of the gold.
 
     A gold that is empty or no value pays nobody, so its group has no spread and no weight in the gradient. An
-    unfinished response counts only when its answer is closed (a line end after `####` text, the brace of a box).
+    unfinished response counts only when its answer is closed (a line end after `####`, the brace of a box).
     Safe in threads: no signals; formulas go through the parser one at a time.
     """
 
@@ -67,7 +67,7 @@ def extract_answer(text: str, *, finished: bool) -> str | None:
 
     `finished=False` refuses a last line that more tokens might have continued.
     """
-    head, marker, tail = text.rpartition(_MARKER)
+    _, marker, tail = text.rpartition(_MARKER)
     if not marker:
         return _last_boxed(text)
     line, newline, _ = tail.partition("\n")
@@ -102,8 +102,8 @@ def _squeezed(text: str) -> str:
 def is_small_formula(text: str) -> bool:
     """Whether a formula may reach the symbolic parser, whose time must be bounded without a timeout.
 
-    Allowed are arithmetic, letters, a few commands, powers of a letter or digit with one sign or two digits above,
-    and at most two small powers of a group; no factorials, sums, integrals, towers, long numbers, quotes or words.
+    Allowed are arithmetic, letters, a few commands, powers of a letter or digit by a letter or two digits, and at
+    most two small powers of a group; no factorials, sums, integrals, towers, long numbers, quotes or words.
     """
     if len(text) > _LONGEST_FORMULA or _TOWER.search(text) or len(_COSTLY.findall(text)) > 3:
         return False
@@ -113,7 +113,7 @@ def is_small_formula(text: str) -> bool:
 
 
 def _formulas_equal(gold: str, said: str) -> bool:
-    """Whether two small formulas are the same to math-verify; a formula that does not parse equals nothing."""
+    """Whether two small formulas are the same to math-verify; one that does not parse equals nothing."""
     from math_verify import LatexExtractionConfig, parse, verify  # sympy: seconds to import, rarely needed
 
     reader = [LatexExtractionConfig(boxed_match_priority=0)]
@@ -123,4 +123,4 @@ def _formulas_equal(gold: str, said: str) -> bool:
     )
     if not gold_parts or not said_parts:
         return False
-    return verify(gold_parts, said_parts, timeout_seconds=None)
+    return bool(verify(gold_parts, said_parts, timeout_seconds=None))

@@ -45,8 +45,8 @@ class Quantity:
 def parse_quantity(text: str) -> Quantity | None:
     """The exact value of a plain number, with up to two words of unit after it; None for anything else.
 
-    Reads decimals with thousands commas (`1,234.50`), powers of ten (`1e3`), ratios (`3/4`, `1 1/2`) and LaTeX
-    ratios (`\\frac{3}{4}`, `\\frac12`, `1\\frac{1}{2}`). Two numbers (`18, 20`) are none; `18 million` is none.
+    Reads decimals with thousands commas (`1,234.50`), powers of ten (`1e3`), ratios (`3/4`, `1 1/2`) and
+    LaTeX ratios (`\\frac{3}{4}`, `\\frac12`, `1\\frac{1}{2}`). `18, 20` and `18 million` are none.
     """
     if len(text) > _LONGEST_NUMBER:
         return None

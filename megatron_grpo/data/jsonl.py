@@ -77,10 +77,6 @@ def read_rows(path: Path, data: DataConfig) -> list[Problem]:
 
     Raises ConfigError, naming file and line, for anything that cannot become a problem with a usable gold.
     """
-    if QUESTION_SLOT not in data.prompt_template:
-        raise ConfigError(
-            f"data.prompt_template={data.prompt_template!r} has no place for the question; put {QUESTION_SLOT} into it"
-        )
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:

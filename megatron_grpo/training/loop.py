@@ -59,7 +59,10 @@ def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
 
 @contextmanager
 def process_group(cfg: Config) -> Iterator[tuple[ParallelGroups, torch.device]]:
-    """The world of this run, every link with ``parallel.timeout_s``; seeds and threads set. Collective: every rank."""
+    """The world of this run, every link with ``parallel.timeout_s``; seeds and threads set. Collective: every rank.
+
+    The launcher's environment describes the world; without one it is this process alone.
+    """
     parallel = cfg.parallel
     backend = parallel.backend
     if backend == "auto":
@@ -72,7 +75,12 @@ def process_group(cfg: Config) -> Iterator[tuple[ParallelGroups, torch.device]]:
         torch.set_num_threads(parallel.threads)
     torch.manual_seed(cfg.train.seed)
     random.seed(cfg.train.seed)
-    dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout_s))
+    timeout = timedelta(seconds=parallel.timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:  # one process, started by hand; DeepSpeed asks the environment
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        dist.init_process_group(backend, timeout=timeout, rank=0, world_size=1, store=dist.HashStore())
     layout = Layout(pipeline=parallel.pipeline, data=parallel.data, tensor=parallel.tensor)
     yield build_groups(layout, parallel.timeout_s), device
     dist.barrier()

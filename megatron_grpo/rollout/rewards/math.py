@@ -102,8 +102,8 @@ def _squeezed(text: str) -> str:
 def is_small_formula(text: str) -> bool:
     """Whether a formula may reach the symbolic parser, whose time must be bounded without a timeout.
 
-    Allowed are arithmetic, letters, a few commands, powers of a letter or digit by a letter or two digits, and at
-    most two small powers of a group; no factorials, sums, integrals, towers, long numbers, quotes or words.
+    Allowed are arithmetic, letters, a few commands, powers of a letter or digit by a letter or two digits,
+    and two small powers of a group at most; no factorials, sums, integrals, towers, long numbers or words.
     """
     if len(text) > _LONGEST_FORMULA or _TOWER.search(text) or len(_COSTLY.findall(text)) > 3:
         return False

@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --constraint tools/constraints.txt
-# A CPU-only machine can save the CUDA libraries: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# A CPU-only machine can save the CUDA libraries: name an index of CPU builds in TORCH_INDEX.
 TORCH_INDEX ?=
 export OMP_NUM_THREADS ?= 1
 

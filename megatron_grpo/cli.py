@@ -27,9 +27,7 @@ app = typer.Typer(
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="SECTION.KEY=VALUE", help="Overrides, such as anchor.cadence=20.", show_default=False
-    ),
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Overrides, such as anchor.cadence=20.", show_default=False),
 ]
 
 
@@ -45,9 +43,7 @@ def _root(
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Where the run is kept; runs/NAME-TIME by default.")
-    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; runs/NAME-TIME by default.")] = None,
     resume: Annotated[str | None, typer.Option(metavar="auto|PATH", help="Go on from a checkpoint.")] = None,
 ) -> None:
     """Train a policy. Starts the ranks itself unless a launcher has done so."""
@@ -88,9 +84,7 @@ def plan(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR|RUN", help="Model directory, or a finished run.")
-    ],
+    target: Annotated[Path, typer.Argument(metavar="MODEL_DIR|RUN", help="Model directory, or a finished run.")],
     overrides: Overrides = None,
     config: Annotated[Path | None, typer.Option(help="YAML file; the run's own by default.")] = None,
 ) -> None:
@@ -125,9 +119,7 @@ def _check_run_dir(run_dir: Path, given: bool, resume: str | None) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"--run-dir={run_dir}: is a file; give a directory")
     if resume is None and run_dir.is_dir() and any(run_dir.iterdir()):
-        raise ConfigError(
-            f"--run-dir={run_dir}: is not empty; give another, or --resume auto to go on with it"
-        )
+        raise ConfigError(f"--run-dir={run_dir}: is not empty; give another, or --resume auto to go on with it")
 
 
 def _check_world(cfg: Config, world: str | None) -> None:
@@ -143,15 +135,11 @@ def _eval_target(target: Path, config: Path | None) -> tuple[Path, Path]:
     """The model directory and the config file that ``eval`` was given."""
     if (target / "config.json").is_file():
         if config is None:
-            raise ConfigError(
-                f"{target}: is a model directory, which does not say how to score; add --config"
-            )
+            raise ConfigError(f"{target}: is a model directory, which does not say how to score; add --config")
         return target, config
     if (target / "policy" / "config.json").is_file():
         return target / "policy", config or target / "config.yaml"
-    raise ConfigError(
-        f"{target}: is neither a model directory nor a finished run; give one that holds config.json"
-    )
+    raise ConfigError(f"{target}: is neither a model directory nor a finished run; give one that holds config.json")
 
 
 def _is_first_rank() -> bool:

@@ -49,9 +49,7 @@ def require_engines() -> None:
     """Errors: ConfigError naming the packages that are not installed."""
     missing = [name for name in ENGINES if find_spec(name.partition(".")[0]) is None]
     if missing:
-        raise ConfigError(
-            f"{', '.join(missing)}: not installed; run `pip install megatron-grpo` in this environment"
-        )
+        raise ConfigError(f"{', '.join(missing)}: not installed; run `pip install megatron-grpo` in this environment")
 
 
 def device_ids(ranks: int, parallel: ParallelConfig) -> list[int]:

@@ -26,9 +26,7 @@ def training_shares(config: Config, hidden: int) -> dict[str, float]:
     """
     boundary = config.boundary
     scale = {side: BYTES[boundary.payload_of(side)] / DENSE_BYTES for side in DIRECTIONS}
-    kept = {
-        side: 1.0 if boundary.codec_of(side) == "identity" else boundary.rank / hidden for side in DIRECTIONS
-    }
+    kept = {side: 1.0 if boundary.codec_of(side) == "identity" else boundary.rank / hidden for side in DIRECTIONS}
     forward, backward = (scale[side] * kept[side] / 2 for side in DIRECTIONS)
     dense = sum(scale.values()) / 2
     anchor = dense / config.anchor.cadence if config.anchor.enabled else 0.0
@@ -89,9 +87,7 @@ def _boundary(config: Config, hidden: int | None) -> dict[str, str]:
         size = "" if codec == "identity" else f", {boundary.rank} of {hidden or '?'} numbers a token"
         rows[side] = f"{codec}{size}, {boundary.payload_of(side)}"
     rows["anchor"] = (
-        f"every {anchor.cadence} ticks, {anchor.delay} old, merger {config.merger.kind}"
-        if anchor.enabled
-        else "off"
+        f"every {anchor.cadence} ticks, {anchor.delay} old, merger {config.merger.kind}" if anchor.enabled else "off"
     )
     if hidden is not None and config.parallel.pipeline > 1:
         shares = training_shares(config, hidden)

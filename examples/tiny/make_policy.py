@@ -65,9 +65,7 @@ def make_tokenizer(pieces: sentencepiece.SentencePieceProcessor) -> PreTrainedTo
     vocabulary = {pieces.id_to_piece(i): i for i in range(pieces.vocab_size())}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", fuse_unk=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "), decoders.Fuse()]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "), decoders.Fuse()])
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", pieces.bos_id())]
     )

@@ -80,8 +80,8 @@ def deepspeed_runtime(groups: ParallelGroups) -> Iterator[None]:
     ZeRO 3 checks that all ranks fetch the same parameters, over the whole world; stages hold different ones, so the
     check would hang. It is made within the data-parallel group, where it means something.
 
-    On CPU DeepSpeed compiles a shared-memory all-reduce at start. A rank killed while it compiles leaves a lock on which
-    every later run waits for ever; gloo does the work.
+    On CPU DeepSpeed compiles a shared-memory all-reduce at start. A rank killed while it compiles leaves a lock on
+    which every later run waits for ever; gloo does the work.
     """
 
     def same_in_data_group(ints: list[int]) -> None:

@@ -54,9 +54,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        raise ConfigError(
-            f"tokenizer.path={path} is not a directory; give one with tokenizer.json or tokenizer.model"
-        )
+        raise ConfigError(f"tokenizer.path={path} is not a directory; give one with tokenizer.json or tokenizer.model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as error:

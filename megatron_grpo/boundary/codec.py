@@ -17,8 +17,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Codec(Protocol):
     """Tensor -> payload -> tensor for one direction of one boundary. Both ends hold equal state.
 
-    A codec never talks: it is given rows and returns numbers. ``positions_N`` is each row's place in its sequence, known
-    to both ends, for codecs that choose by place. Coding is per row, so that a row codes alike in any batch.
+    A codec never talks: it is given rows and returns numbers. ``positions_N`` is each row's column, known to both
+    ends, for codecs that choose by place. Coding is per row, so that a row codes alike in any batch.
     """
 
     def payload(self, rows: int, like: torch.Tensor | None = None) -> torch.Tensor:

@@ -37,7 +37,10 @@ class Basis:
             self.current, self.staged = self.staged, None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"current": self.current.clone(), "staged": None if self.staged is None else self.staged.clone()}
+        return {
+            "current": self.current.clone(),
+            "staged": None if self.staged is None else self.staged.clone(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.current, self.staged, self.sketch = state["current"].clone(), state["staged"], None

@@ -43,9 +43,7 @@ def read_model(config: Config) -> dict[str, Any]:
         raise ConfigError(f"{key}: config.json cannot be read ({error}); correct it") from error
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     if not isinstance(model, dict) or not all(type(model.get(name)) is int for name in names):
-        raise ConfigError(
-            f"{key}: config.json lacks one of {', '.join(names)}; give a Hugging Face model directory"
-        )
+        raise ConfigError(f"{key}: config.json lacks one of {', '.join(names)}; give a Hugging Face model directory")
     return model
 
 
@@ -80,9 +78,7 @@ def _tensor(tensor: int, model: dict[str, Any]) -> Iterator[str]:
     heads = model["num_attention_heads"]
     groups, width = model.get("num_key_value_heads") or heads, model["intermediate_size"]
     if any(count % tensor for count in (heads, groups, width)):
-        fits = [
-            size for size in range(1, groups + 1) if not any(count % size for count in (heads, groups, width))
-        ]
+        fits = [size for size in range(1, groups + 1) if not any(count % size for count in (heads, groups, width))]
         yield (
             f"parallel.tensor={tensor}: must divide {heads} attention heads, {groups} key/value groups and "
             f"{width} feed-forward columns; use {_either(fits)}"

@@ -19,15 +19,11 @@ def read_settings(config: Config) -> Settings:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"deepspeed.config={path}: no such file; give the path of a DeepSpeed JSON file"
-        ) from error
+        raise ConfigError(f"deepspeed.config={path}: no such file; give the path of a DeepSpeed JSON file") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"deepspeed.config={path}: cannot be read as JSON ({error}); correct it") from error
     if not isinstance(settings, dict):
-        raise ConfigError(
-            f"deepspeed.config={path}: is not a JSON object; start from deepspeed_configs/zero1.json"
-        )
+        raise ConfigError(f"deepspeed.config={path}: is not a JSON object; start from deepspeed_configs/zero1.json")
     zero = settings.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, dict) else zero
     if type(stage) is not int or stage not in range(4):
@@ -42,9 +38,7 @@ def conflicts(config: Config, settings: Settings) -> list[str]:
     for path, wanted, source in _governed(config):
         value = _get(settings, path)
         if value not in (None, AUTO) and value != wanted:
-            errors.append(
-                f'{file}: {".".join(path)} is {value} but {source}; set it to "auto" or {json.dumps(wanted)}'
-            )
+            errors.append(f'{file}: {".".join(path)} is {value} but {source}; set it to "auto" or {json.dumps(wanted)}')
     schedule = settings.get("scheduler")
     if isinstance(schedule, dict) and any(value != AUTO for value in schedule.get("params", {}).values()):
         errors.append(f"{file}: scheduler is set but the schedule is optim.warmup_ticks; remove it")

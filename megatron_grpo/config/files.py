@@ -35,9 +35,7 @@ def tokenizer_size(folder: Path) -> int:
         if pieces.is_file():
             return _sentencepiece_size(pieces)
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"tokenizer.path={folder}: cannot be read ({error}); fetch the tokenizer again"
-        ) from error
+        raise ConfigError(f"tokenizer.path={folder}: cannot be read ({error}); fetch the tokenizer again") from error
     raise ConfigError(
         f"tokenizer.path={folder}: has neither tokenizer.json nor tokenizer.model; give a tokenizer directory"
     )
@@ -46,9 +44,7 @@ def tokenizer_size(folder: Path) -> int:
 def _fast_size(file: Path) -> int:
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     vocab = tokenizer["model"]["vocab"]
-    ids = (
-        range(len(vocab)) if isinstance(vocab, list) else vocab.values()
-    )  # Unigram lists its pieces in order
+    ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()  # Unigram lists its pieces in order
     added = [token["id"] for token in tokenizer.get("added_tokens") or []]
     return 1 + max([-1, *map(int, ids), *map(int, added)])
 
@@ -90,9 +86,7 @@ def _count_rows(file: Path, key: str, data: DataConfig) -> int:
                     _check_row(line, f"{key}={file}: row {number}", wanted)
                     rows += 1
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{key}={file}: cannot be read ({error}); give a UTF-8 file of JSON lines"
-        ) from error
+        raise ConfigError(f"{key}={file}: cannot be read ({error}); give a UTF-8 file of JSON lines") from error
     if rows == 0:
         raise ConfigError(f"{key}={file}: is empty; give a file with one JSON object a line")
     return rows
@@ -105,6 +99,4 @@ def _check_row(line: str, row: str, wanted: tuple[str, str]) -> None:
         raise ConfigError(f"{row} is not JSON ({error}); write one JSON object a line") from error
     lacking = [name for name in wanted if not isinstance(record, dict) or name not in record]
     if lacking:
-        raise ConfigError(
-            f"{row} has no {lacking[0]!r}; add it, or set data.question_key and data.answer_key"
-        )
+        raise ConfigError(f"{row} has no {lacking[0]!r}; add it, or set data.question_key and data.answer_key")

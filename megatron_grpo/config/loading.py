@@ -75,9 +75,7 @@ def _parse(text: str, what: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{what}: is not valid YAML ({' '.join(str(error).split())}); correct it"
-        ) from error
+        raise ConfigError(f"{what}: is not valid YAML ({' '.join(str(error).split())}); correct it") from error
 
 
 def _read(file: Path) -> Raw:
@@ -100,9 +98,7 @@ def _apply(raw: Raw, overrides: list[str]) -> list[str]:
         key, equals, text = override.partition("=")
         section, dot, name = key.partition(".")
         if not (equals and dot and section and name) or "." in name:
-            errors.append(
-                f"{override}: is not an override; write section.key=value, such as anchor.cadence=20"
-            )
+            errors.append(f"{override}: is not an override; write section.key=value, such as anchor.cadence=20")
             continue
         if not isinstance(raw.setdefault(section, {}), dict):
             continue  # reported by the validation of that section
@@ -181,9 +177,7 @@ def _unknown(location: list[str]) -> str:
     section, name = location
     keys = list(_section(section).model_fields)
     near = [f"{section}.{other}" for other in difflib.get_close_matches(name, keys, n=1)]
-    near = near or [
-        f"{other}.{name}" for other in Config.model_fields if name in _section(other).model_fields
-    ]
+    near = near or [f"{other}.{name}" for other in Config.model_fields if name in _section(other).model_fields]
     if near:
         return f"unknown key; did you mean {' or '.join(near)}"
     return f"unknown key; {section} has {', '.join(keys)}"

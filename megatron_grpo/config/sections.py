@@ -21,9 +21,7 @@ Payload = Literal["float32", "bfloat16"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class ModelConfig(Section):
@@ -108,9 +106,7 @@ class BoundaryConfig(Section):
     """anchor: refreshed from every anchor pass; random: the first basis is kept."""
     commit: Literal["step", "tick"] = "step"
     """When a new basis comes into force; tick is a control that changes it inside a step."""
-    links: Annotated[tuple[Literal["pipeline", "tensor"], ...], Field(strict=False, min_length=1)] = (
-        "pipeline",
-    )
+    links: Annotated[tuple[Literal["pipeline", "tensor"], ...], Field(strict=False, min_length=1)] = ("pipeline",)
     """Links that are compressed."""
     shared_basis: bool = False
     """One basis for activations and gradients instead of two."""

@@ -85,9 +85,7 @@ class HFReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._open_files.clear()
         self._stack.close()
 
@@ -125,18 +123,12 @@ class HFReader:
             try:
                 handle = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             except (SafetensorError, OSError) as error:
-                raise ConfigError(
-                    f"{path} is not a readable safetensors file ({error}); fetch it again"
-                ) from error
+                raise ConfigError(f"{path} is not a readable safetensors file ({error}); fetch it again") from error
             absent = sorted(
-                name
-                for name, file in self._file_of.items()
-                if file == file_name and name not in set(handle.keys())
+                name for name, file in self._file_of.items() if file == file_name and name not in set(handle.keys())
             )
             if absent:
-                raise ConfigError(
-                    f"{INDEX_FILE} puts tensor {absent[0]} in {path}, which lacks it; fetch both again"
-                )
+                raise ConfigError(f"{INDEX_FILE} puts tensor {absent[0]} in {path}, which lacks it; fetch both again")
             self._open_files[file_name] = handle
         return self._open_files[file_name]
 
@@ -151,9 +143,7 @@ class HFReader:
             if Path(file).name != file:
                 raise ConfigError(f"{path} names shard {file!r} outside its directory; fetch the index again")
             if not (self._directory / file).is_file():
-                raise ConfigError(
-                    f"shard {self._directory / file} is missing, though {INDEX_FILE} names it; fetch it"
-                )
+                raise ConfigError(f"shard {self._directory / file} is missing, though {INDEX_FILE} names it; fetch it")
         return file_of
 
 
@@ -281,9 +271,7 @@ def hf_weights(
             whole = unshard([part[weight.megatron] for part in ranks], weight.how)
             for name, tensor in zip(weight.hf, _to_hf(whole, shape, weight), strict=True):
                 if name in tensors and not torch.equal(tensors[name], tensor):
-                    raise ValueError(
-                        f"{weight.megatron} of stage {stage} differs from the embedding it is tied to"
-                    )
+                    raise ValueError(f"{weight.megatron} of stage {stage} differs from the embedding it is tied to")
                 tensors[name] = tensor.contiguous()
     return {name: tensors[name] for name in hf_shapes(shape)}
 

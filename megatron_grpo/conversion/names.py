@@ -127,15 +127,12 @@ def _family_name(hf_config: Mapping[str, Any]) -> str:
     return str(names[0])
 
 
-def _refuse_other_values(
-    fields: Mapping[str, Any], fixed: Mapping[str, tuple[object, str]], prefix: str
-) -> None:
+def _refuse_other_values(fields: Mapping[str, Any], fixed: Mapping[str, tuple[object, str]], prefix: str) -> None:
     for key, (allowed, why) in fixed.items():
         value = fields.get(key)
         if value is not None and value != allowed:
             raise ConfigError(
-                f"{prefix}{key}={value} in config.json is not supported: {why}; "
-                f"use a model with {key}={allowed}"
+                f"{prefix}{key}={value} in config.json is not supported: {why}; use a model with {key}={allowed}"
             )
 
 
@@ -165,9 +162,7 @@ def _rope_theta(hf_config: Mapping[str, Any]) -> float:
         if rope.get("rope_theta") is not None:
             found.add(_positive(rope, "rope_theta", DEFAULT_ROPE_THETA))
     if len(found) > 1:
-        raise ConfigError(
-            f"rope_theta has several values in config.json ({sorted(found)}); keep the right one"
-        )
+        raise ConfigError(f"rope_theta has several values in config.json ({sorted(found)}); keep the right one")
     return found.pop() if found else DEFAULT_ROPE_THETA
 
 
@@ -175,8 +170,7 @@ def _head_dim(hf_config: Mapping[str, Any], family: Family, hidden: int, heads: 
     when_absent = family.head_dim or hidden // heads
     if hf_config.get("head_dim") is None and family.head_dim is None and hidden % heads:
         raise ConfigError(
-            f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}; "
-            "set head_dim in config.json"
+            f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}; set head_dim in config.json"
         )
     head_dim = _size(hf_config, "head_dim", when_absent, when_null=when_absent)
     if head_dim % 2:
@@ -184,16 +178,12 @@ def _head_dim(hf_config: Mapping[str, Any], family: Family, hidden: int, heads: 
     return head_dim
 
 
-def _size(
-    fields: Mapping[str, Any], key: str, when_absent: int | None = None, *, when_null: int | None = None
-) -> int:
+def _size(fields: Mapping[str, Any], key: str, when_absent: int | None = None, *, when_null: int | None = None) -> int:
     """A positive integer; an absent field means ``when_absent``, and a null one ``when_null``."""
     value = fields.get(key, when_absent)
     value = when_null if value is None else value
     if value is None:
-        raise ConfigError(
-            f"{key} is missing from config.json; restore the file as the model's authors published it"
-        )
+        raise ConfigError(f"{key} is missing from config.json; restore the file as the model's authors published it")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{key}={value!r} in config.json is not a positive whole number; correct it")
     return value

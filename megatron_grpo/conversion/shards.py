@@ -13,9 +13,7 @@ from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.names import How
 
 
-def fuse_qkv(
-    q_QH: torch.Tensor, k_KH: torch.Tensor, v_KH: torch.Tensor, heads: int, groups: int
-) -> torch.Tensor:
+def fuse_qkv(q_QH: torch.Tensor, k_KH: torch.Tensor, v_KH: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
     """``[Q, H]``, ``[K, H]``, ``[K, H]`` -> ``[Q + 2K, H]`` by KV group; biases likewise, without H."""
     width = q_QH.shape[0] // heads
     rest = q_QH.shape[1:]

@@ -94,9 +94,7 @@ class PromptTokenizer(Protocol):
         ...
 
 
-def encode_prompts(
-    tokenizer: PromptTokenizer, problems: Sequence[Problem], max_prompt: int
-) -> list[list[int]]:
+def encode_prompts(tokenizer: PromptTokenizer, problems: Sequence[Problem], max_prompt: int) -> list[list[int]]:
     """Token ids of each prompt, in order, including a BOS when the tokenizer adds one.
 
     Raises ConfigError, naming the problem, for a prompt of no tokens or of more than `max_prompt`.
@@ -105,9 +103,7 @@ def encode_prompts(
     for problem in problems:
         ids = list(tokenizer.encode(problem.prompt))
         if not ids:
-            raise ConfigError(
-                f"problem {problem.id} has an empty prompt; remove it or set data.prompt_template"
-            )
+            raise ConfigError(f"problem {problem.id} has an empty prompt; remove it or set data.prompt_template")
         if len(ids) > max_prompt:
             raise ConfigError(
                 f"data.max_prompt={max_prompt} is too small for problem {problem.id} of {len(ids)} tokens; "

@@ -81,9 +81,7 @@ def policy_loss(
     return torch.where(mask_BR, loss_BR, 0.0), clipped_BR & mask_BR
 
 
-def k3_kl(
-    logp_BR: torch.Tensor, ref_logp_BR: torch.Tensor, mask_BR: torch.Tensor | None = None
-) -> torch.Tensor:
+def k3_kl(logp_BR: torch.Tensor, ref_logp_BR: torch.Tensor, mask_BR: torch.Tensor | None = None) -> torch.Tensor:
     """Schulman's k3 estimate of KL(policy, reference): exp(d) - d - 1 with d = ref_logp - logp, fp32.
 
     With a mask it is 0 where masked, forward and backward. Without one an infinite d gives NaN gradients.
@@ -94,9 +92,7 @@ def k3_kl(
     return torch.expm1(difference_BR) - difference_BR
 
 
-def importance_weight(
-    logp_trainer_BR: torch.Tensor, logp_sampler_BR: torch.Tensor, cap: float
-) -> torch.Tensor:
+def importance_weight(logp_trainer_BR: torch.Tensor, logp_sampler_BR: torch.Tensor, cap: float) -> torch.Tensor:
     """Truncated importance weight min(exp(logp_trainer - logp_sampler), cap), fp32, without gradient."""
     difference_BR = logp_trainer_BR.detach().float() - logp_sampler_BR.detach().float()
     return difference_BR.exp().clamp(max=cap)

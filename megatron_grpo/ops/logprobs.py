@@ -57,9 +57,7 @@ def token_logprobs(
     Raises:
         ValueError: ``temperature`` not above 0.
     """
-    return token_logprobs_and_entropy(
-        logits_BRV, target_BR, reduce, temperature=temperature, with_entropy=False
-    )[0]
+    return token_logprobs_and_entropy(logits_BRV, target_BR, reduce, temperature=temperature, with_entropy=False)[0]
 
 
 def entropy(logits_BRV: torch.Tensor, reduce: VocabReduce, *, temperature: float) -> torch.Tensor:
@@ -89,9 +87,7 @@ def token_logprobs_and_entropy(
     return logp_BR, _entropy(shifted_BRV, padding_V, weights_BRV, total_BR, reduce)
 
 
-def _shifted(
-    logits_BRV: torch.Tensor, reduce: VocabReduce, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _shifted(logits_BRV: torch.Tensor, reduce: VocabReduce, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """logits / temperature minus their maximum over all shards, fp32, and which rows ``[V]`` are padding."""
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0; greedy decoding takes no temperature")

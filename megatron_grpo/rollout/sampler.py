@@ -28,8 +28,8 @@ class DecodeStage(Protocol):
     def forward(self, micro: int, x: torch.Tensor, start: int) -> torch.Tensor:
         """Run columns from ``start``: ids ``[B, n]`` on the first stage, hidden ``[B, n, H]`` elsewhere.
 
-        Returns hidden ``[B, n, H]``, or on the last stage the logits ``[B, V]`` of the last column, gathered over tensor
-        ranks.
+        Returns hidden ``[B, n, H]``, or on the last stage the logits ``[B, V]`` of the last column, whole on every
+        tensor rank.
         """
         ...
 
@@ -176,9 +176,7 @@ class PipelineSampler:
             )
         return micros
 
-    def _advance(
-        self, number: int, micro: _Micro, block: "_Block", row_ids: torch.Tensor, rule: SamplingRule
-    ) -> None:
+    def _advance(self, number: int, micro: _Micro, block: "_Block", row_ids: torch.Tensor, rule: SamplingRule) -> None:
         """One micro-batch through this stage; the last stage draws the next ids and sends them back."""
         ids_Bn, carrying_Bn, start, column = block.ids_Bn, block.carrying_Bn, block.start, block.column
         positions_Bn = torch.arange(ids_Bn.shape[1], device=self._device).expand_as(ids_Bn) + start

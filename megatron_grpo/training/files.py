@@ -147,9 +147,7 @@ class CheckpointFolder:
             return chosen
         path = Path(resume)
         if not path.is_dir():
-            raise ConfigError(
-                f"--resume={path}: no such folder; give a checkpoint folder, a run directory or auto"
-            )
+            raise ConfigError(f"--resume={path}: no such folder; give a checkpoint folder, a run directory or auto")
         if (path / MANIFEST).is_file() and not path.name.startswith(".tmp-"):
             return path
         for root in (path / "checkpoints", path):
@@ -157,8 +155,7 @@ class CheckpointFolder:
             if chosen is not None:
                 return chosen
         raise ConfigError(
-            f"--resume={path}: no complete checkpoint in it; "
-            f"give a folder like checkpoints/{_name(70)}, or auto"
+            f"--resume={path}: no complete checkpoint in it; give a folder like checkpoints/{_name(70)}, or auto"
         )
 
     @contextmanager

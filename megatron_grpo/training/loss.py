@@ -93,7 +93,7 @@ class PolicyLoss:
         self._cfg, self._rollout, self._reduce = cfg, rollout, reduce
 
     def __call__(self, logits_BTV: torch.Tensor, micro: ModelInput) -> tuple[torch.Tensor, Any]:
-        """This micro-batch's share of the loss, and ``(sums [6] fp64, |trainer - sampler| of each token)``, detached."""
+        """This micro-batch's share of the loss, and ``(sums [6] fp64, |trainer - sampler| a token)``, detached."""
         cfg, replay = self._cfg, micro.payload
         batch: Batch = replay.batch
         mask_BR = batch.response_mask_BR
@@ -151,5 +151,8 @@ class ReadLogprobs:
     def __call__(self, logits_BTV: torch.Tensor, micro: ModelInput) -> torch.Tensor:
         batch: Batch = micro.payload.batch
         return token_logprobs(
-            response_logits(logits_BTV, batch), batch.responses_BR, self._reduce, temperature=self._temperature
+            response_logits(logits_BTV, batch),
+            batch.responses_BR,
+            self._reduce,
+            temperature=self._temperature,
         )

@@ -11,6 +11,7 @@ from megatron_grpo.parallel.link import byte_metrics
 from megatron_grpo.training.policy import Policy
 from megatron_grpo.training.tick import TickReport
 
+
 @dataclass(frozen=True, slots=True)
 class RolloutFigures:
     """What a replica knows of its step's samples; every rank of the replica holds the same.

@@ -75,7 +75,10 @@ class StepRunner:
         return rows
 
     def validate(self) -> Row:
-        """Greedy and sampled score on the held-out problems, through the dense policy, and through the codec if it samples."""
+        """Greedy and sampled score on the held-out problems, through the dense policy.
+
+        Where the codec samples, through the codec too. Collective: every rank.
+        """
         cfg = self._cfg
         scores: Row = {}
         paths = [("", True)] + ([("_codec", False)] if cfg.rollout.path == "codec" else [])
@@ -100,7 +103,10 @@ class StepRunner:
     def _rollout(self, step: int) -> tuple[Batch, RolloutFigures]:
         cfg, groups = self._cfg, self._policy.groups
         prompts, size = cfg.grpo.prompts_per_step, cfg.grpo.group_size
-        mine = range(groups.at.data * prompts // groups.layout.data, (groups.at.data + 1) * prompts // groups.layout.data)
+        mine = range(
+            groups.at.data * prompts // groups.layout.data,
+            (groups.at.data + 1) * prompts // groups.layout.data,
+        )
         problems = [self._task.train_problem(step * prompts + index) for index in mine for _ in range(size)]
         row_ids = torch.arange(mine.start * size, mine.stop * size)
         rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, step, "rollout"))
@@ -167,7 +173,7 @@ class StepRunner:
         return replays
 
     def _logprobs(self, replay: Replay, uncompressed: bool) -> torch.Tensor:
-        """The trainer's log-probs ``[B, R]`` at the current weights, through the codec; zero except on the last stage."""
+        """The trainer's log-probs ``[B, R]`` at the current weights, through the codec; zeros off the last stage."""
         policy = self._policy
         inputs, rows = model_inputs(replay, self._cfg.train.micro_batch)
         plan = Pass("old_logprob", rows=rows, dense=uncompressed)

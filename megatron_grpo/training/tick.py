@@ -86,7 +86,10 @@ class TickRunner:
         self.skipped = state["skipped"]
 
     def run(self, tick: int, replay: Replay, *, uncompressed: bool) -> TickReport:
-        """One tick on ``replay``. ``uncompressed``: boundaries cross dense, and the bases learn from them (bootstrap)."""
+        """One tick on ``replay``. Collective: every rank.
+
+        ``uncompressed``: boundaries cross dense, and the bases learn from them (bootstrap).
+        """
         policy, schedule = self._policy, self._schedule
         device = policy.device
         report = TickReport(torch.zeros(6, dtype=torch.float64, device=device), torch.empty(0, device=device))

@@ -21,9 +21,7 @@ def test_p2p_communicator_funnels_everything_through_communicate() -> None:
 
 def test_zero3_compares_fetches_through_one_patchable_name() -> None:
     assert callable(coordinator.assert_ints_same_as_other_ranks)
-    assert "assert_ints_same_as_other_ranks(" in inspect.getsource(
-        coordinator.PartitionedParameterCoordinator
-    )
+    assert "assert_ints_same_as_other_ranks(" in inspect.getsource(coordinator.PartitionedParameterCoordinator)
 
 
 def test_the_node_launcher_takes_the_options_it_is_started_with() -> None:

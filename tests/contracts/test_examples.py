@@ -40,9 +40,7 @@ def test_example_loads_and_checks_clean(path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_each_shipped_deepspeed_file_names_its_stage_and_agrees_with_the_example(stage: int) -> None:
-    config = load_config(
-        ROOT / "examples/tiny/k5.yaml", [f"deepspeed.config=deepspeed_configs/zero{stage}.json"]
-    )
+    config = load_config(ROOT / "examples/tiny/k5.yaml", [f"deepspeed.config=deepspeed_configs/zero{stage}.json"])
     assert config.zero_stage == stage
     assert deepspeed_settings(config)["zero_optimization"]["stage"] == stage
 

@@ -20,11 +20,7 @@ ENGINES = (
 def loaded_after(statement: str) -> set[str]:
     """Top-level packages in ``sys.modules`` of a fresh interpreter after a statement."""
     code = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    return set(
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.split()
-    )
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
 
 @pytest.mark.parametrize(

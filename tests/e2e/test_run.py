@@ -56,7 +56,16 @@ def test_anchor_fires_on_its_schedule(finished: Path) -> None:
     rows = rows_of(finished)
     assert [row["anchor/fired"] for row in rows] == [0, 0, 1, 0, 1, 0, 1, 0]
     assert [row.get("anchor/age") for row in rows] == [None, None, 2, 3, 2, 3, 2, 3]
-    assert [row["boundary/bytes_anchor"] > 0 for row in rows] == [False, False, True, False, True, False, True, False]
+    assert [row["boundary/bytes_anchor"] > 0 for row in rows] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_bytes_add_up(finished: Path) -> None:
@@ -82,7 +91,9 @@ def test_resume_goes_on_where_the_checkpoint_was(finished: Path, tmp_path: Path)
     uninterrupted, resumed = (load_file(path / "policy/model.safetensors") for path in (finished, run))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in uninterrupted.items())
     timeless = [{k: v for k, v in row.items() if not k.startswith(("time/", "rollout/tokens"))} for row in rows_of(run)]
-    whole = [{k: v for k, v in row.items() if k in timeless[0] or not k.startswith("time/")} for row in rows_of(finished)]
+    whole = [
+        {k: v for k, v in row.items() if k in timeless[0] or not k.startswith("time/")} for row in rows_of(finished)
+    ]
     for mine, theirs in zip(timeless, whole[4:], strict=True):
         assert mine == {key: theirs[key] for key in mine}
 
@@ -130,7 +141,16 @@ def test_failing_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
 
 def test_sigterm_saves_a_checkpoint_and_resume_finishes(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "megatron_grpo", "train", SMOKE, "train.steps=400", "--run-dir", str(run)]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_grpo",
+        "train",
+        SMOKE,
+        "train.steps=400",
+        "--run-dir",
+        str(run),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     assert process.stdout is not None
     for line in process.stdout:
@@ -141,9 +161,7 @@ def test_sigterm_saves_a_checkpoint_and_resume_finishes(tmp_path: Path) -> None:
     assert process.wait(timeout=60) == 143, output
     assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
     done = len(rows_of(run)) // 2
-    result = megatron_grpo(
-        "train", SMOKE, f"train.steps={done + 1}", "--run-dir", str(run), "--resume", "auto"
-    )
+    result = megatron_grpo("train", SMOKE, f"train.steps={done + 1}", "--run-dir", str(run), "--resume", "auto")
     assert result.returncode == 0, result.stderr
     assert [row["tick"] for row in rows_of(run)] == list(range(2 * done + 2))
 

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from megatron_grpo.config import Config, deepspeed_settings
 from megatron_grpo.conversion.files import hf_weights
@@ -56,7 +63,12 @@ def config(path: Path, layout: Layout, zero: int = 0, **sections: dict[str, Any]
     """A config of the tiny model; ``sections`` override."""
     raw: dict[str, dict[str, Any]] = {
         "model": {"path": str(path)},
-        "parallel": {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data, "timeout_s": 60.0},
+        "parallel": {
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "data": layout.data,
+            "timeout_s": 60.0,
+        },
         "boundary": {"codec": "identity", "payload": "float32"},
         "anchor": {"enabled": False},
         "merger": {"kind": "none"},

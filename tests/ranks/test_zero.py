@@ -9,7 +9,14 @@ import torch
 from megatron_grpo.parallel.groups import Layout
 from megatron_grpo.training.tick import TickRunner
 from tests.harness import run_ranks
-from tests.ranks.support import config, largest_difference, minibatch, policy_of, replay_of, weights_of, write_model
+from tests.ranks.support import (
+    config,
+    minibatch,
+    policy_of,
+    replay_of,
+    weights_of,
+    write_model,
+)
 
 Tensors = dict[str, torch.Tensor]
 ANCHORED = {

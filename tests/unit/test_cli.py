@@ -30,9 +30,7 @@ def run(*arguments: object) -> tuple[int, str]:
 
 
 def test_plan_shows_geometry(home: Path) -> None:
-    code, output = run(
-        "plan", home / "run.yaml", "parallel.pipeline=3", "parallel.data=2", "train.micro_batch=16"
-    )
+    code, output = run("plan", home / "run.yaml", "parallel.pipeline=3", "parallel.data=2", "train.micro_batch=16")
     assert code == 0
     for part in (
         "6 = tensor 1 x pipeline 3 x data 2",
@@ -55,9 +53,7 @@ def test_predicted_shares_by_hand(home: Path) -> None:
     shares = training_shares(load_config(home / "run.yaml"), hidden=96)
     assert shares == pytest.approx({"fast": 5 / 96, "old log-probs": 5 / 192, "anchor": 1 / 5})
     dense = load_config(home / "run.yaml", ["boundary.codec=identity", "boundary.payload=float32"])
-    assert training_shares(dense, hidden=96) == pytest.approx(
-        {"fast": 2.0, "old log-probs": 1.0, "anchor": 0.4}
-    )
+    assert training_shares(dense, hidden=96) == pytest.approx({"fast": 2.0, "old log-probs": 1.0, "anchor": 0.4})
 
 
 def test_a_config_error_writes_nothing(home: Path) -> None:

@@ -157,18 +157,14 @@ def test_shorthands_are_resolved_by_direction() -> None:
         ("model.path=7", ["model.path=7", "must be text"]),
     ],
 )
-def test_a_wrong_value_is_one_line_with_key_value_and_remedy(
-    home: Path, override: str, parts: list[str]
-) -> None:
+def test_a_wrong_value_is_one_line_with_key_value_and_remedy(home: Path, override: str, parts: list[str]) -> None:
     message = refused(home, override)
     assert len(message.splitlines()) == 1
     assert [part for part in parts if part not in message] == []
 
 
 def test_all_errors_come_at_once(home: Path) -> None:
-    lines = refused(
-        home, "anchor.cadence=0", "grpo.group_size=1", "boundary.rnk=3", "data.path=no"
-    ).splitlines()
+    lines = refused(home, "anchor.cadence=0", "grpo.group_size=1", "boundary.rnk=3", "data.path=no").splitlines()
     assert sorted(line.partition("=")[0] for line in lines) == [
         "anchor.cadence",
         "boundary.rnk",
@@ -243,8 +239,7 @@ def test_the_resolved_file_reads_back_as_the_same_config(home: Path) -> None:
         ),
         (
             "train.micro_batch=24",
-            "train.micro_batch=24: does not divide the 64 sequences of one minibatch on one rank; "
-            "use 16 or 32",
+            "train.micro_batch=24: does not divide the 64 sequences of one minibatch on one rank; use 16 or 32",
         ),
         (
             "train.micro_batch=100",

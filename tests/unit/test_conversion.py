@@ -269,9 +269,7 @@ def test_every_cut_by_hand() -> None:
 def test_gate_up_and_vocabulary_padding() -> None:
     gate, up = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
     assert fuse_gate_up(gate, up).flatten().tolist() == [1, 2, 3, 4]
-    assert all(
-        torch.equal(a, b) for a, b in zip(split_gate_up(fuse_gate_up(gate, up)), (gate, up), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(split_gate_up(fuse_gate_up(gate, up)), (gate, up), strict=True))
     assert pad_vocab(gate, 4).flatten().tolist() == [1, 2, 0, 0]
     assert torch.equal(strip_vocab(pad_vocab(gate, 4), 2), gate)
 
@@ -349,9 +347,7 @@ def test_export_carries_the_other_files_and_its_own_dtype(broken: Path, tmp_path
     assert not (tmp_path / "out" / "merges.txt").exists()
 
 
-def test_failed_export_leaves_the_old_one(
-    llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_export_leaves_the_old_one(llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = load_file(llama_dir / "model.safetensors")
     write_hf(tmp_path / "out", tensors, llama_dir)
 
@@ -387,9 +383,7 @@ def test_tied_copies_that_drifted_apart_are_not_exported(tmp_path: Path) -> None
 def test_incomplete_stages_are_refused_by_name(llama_dir: Path) -> None:
     stages = all_stages(llama_dir, [3, 2], 2)
     del stages[1, 1]["decoder.layers.1.mlp.linear_fc2.weight"]
-    with pytest.raises(
-        ValueError, match=r"stage 1, tensor rank 1: parameter decoder.layers.1.mlp.linear_fc2.weight"
-    ):
+    with pytest.raises(ValueError, match=r"stage 1, tensor rank 1: parameter decoder.layers.1.mlp.linear_fc2.weight"):
         hf_weights(stages, shape_of(llama_dir), [3, 2])
     del stages[1, 1]
     with pytest.raises(ValueError, match=r"needs the \(stage, tensor rank\) parts"):

@@ -122,9 +122,7 @@ def test_going_on_from_an_earlier_tick_drops_the_abandoned_later_ones(tmp_path: 
 
 
 @pytest.mark.parametrize("tracker", [None, "", "garbage", "tick000099\n", "../tick000010"])
-def test_latest_falls_back_on_the_highest_tick_without_a_usable_tracker(
-    tmp_path: Path, tracker: str | None
-) -> None:
+def test_latest_falls_back_on_the_highest_tick_without_a_usable_tracker(tmp_path: Path, tracker: str | None) -> None:
     folder = CheckpointFolder(tmp_path, keep=2)
     save(folder, 10, "ten")
     save(folder, 20, "twenty")
@@ -275,9 +273,7 @@ def test_a_process_killed_while_writing_leaves_the_checkpoint_before(tmp_path: P
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_resume_auto_without_a_checkpoint_says_so_and_starts_from_scratch(
-    tmp_path: Path, exists: bool
-) -> None:
+def test_resume_auto_without_a_checkpoint_says_so_and_starts_from_scratch(tmp_path: Path, exists: bool) -> None:
     root = tmp_path / "checkpoints"
     if exists:
         root.mkdir()

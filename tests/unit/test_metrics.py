@@ -86,9 +86,7 @@ class Witness(NullView):
         self.told.append(("finish", summary["status"]))
 
 
-def recorder(
-    run_dir: Path, *, resumed_tick: int | None = None, logging: LoggingConfig | None = None
-) -> Recorder:
+def recorder(run_dir: Path, *, resumed_tick: int | None = None, logging: LoggingConfig | None = None) -> Recorder:
     return Recorder(run_dir, logging or QUIET, NullView(), 6, 2, resumed_tick=resumed_tick)
 
 
@@ -310,9 +308,7 @@ def test_wandb_gets_the_rows_over_ticks_and_a_resume_goes_on_with_the_same_run(
     monkeypatch.setattr(wandb, "init", init, raising=False)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for resumed_tick in (None, 1):
-        record = recorder(
-            tmp_path, resumed_tick=resumed_tick, logging=LoggingConfig(tensorboard=False, wandb=True)
-        )
+        record = recorder(tmp_path, resumed_tick=resumed_tick, logging=LoggingConfig(tensorboard=False, wandb=True))
         record.write_row({"step": 2, "tick": 2, "policy/kl": math.nan, "val/score": 0.5})
         record.close({})
     logged = ("log", {"step": 2, "tick": 2, "val/score": 0.5})

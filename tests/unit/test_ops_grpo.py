@@ -67,9 +67,7 @@ def test_advantages_do_not_depend_on_reward_offset_or_order() -> None:
     advantage_BG = group_advantages(reward_BG, eps=1e-6, std="sample")
     shifted_BG = group_advantages(reward_BG + 1000, eps=1e-6, std="sample")
     torch.testing.assert_close(shifted_BG, advantage_BG)
-    torch.testing.assert_close(
-        group_advantages(reward_BG.flip(1), eps=1e-6, std="sample").flip(1), advantage_BG
-    )
+    torch.testing.assert_close(group_advantages(reward_BG.flip(1), eps=1e-6, std="sample").flip(1), advantage_BG)
 
 
 def test_advantages_refuse_a_group_of_one_and_an_unknown_std() -> None:

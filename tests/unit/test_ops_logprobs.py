@@ -99,9 +99,7 @@ def test_c7_logprobs_and_entropy_are_those_of_logits_over_temperature(temperatur
 
 def test_entropy_is_optional_and_of_a_uniform_distribution_is_log_v() -> None:
     logits_BRV, target_BR = torch.full((1, 1, 8), 2.5), torch.zeros(1, 1, dtype=torch.int64)
-    result = token_logprobs_and_entropy(
-        logits_BRV, target_BR, OneShard(8), temperature=1.0, with_entropy=False
-    )
+    result = token_logprobs_and_entropy(logits_BRV, target_BR, OneShard(8), temperature=1.0, with_entropy=False)
     assert result[1] is None
     assert float(result[0]) == pytest.approx(-2.0794415, abs=1e-6)
     assert float(entropy(logits_BRV, OneShard(8), temperature=1.0)) == pytest.approx(2.0794415, abs=1e-6)

@@ -16,9 +16,7 @@ def _logits(*probabilities: float) -> torch.Tensor:
 
 
 def _kept(logits_BV: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0) -> list[list[int]]:
-    return [
-        row.nonzero().flatten().tolist() for row in filter_logits(logits_BV, top_k=top_k, top_p=top_p) > -INF
-    ]
+    return [row.nonzero().flatten().tolist() for row in filter_logits(logits_BV, top_k=top_k, top_p=top_p) > -INF]
 
 
 def test_filters_that_are_off_change_nothing() -> None:
@@ -152,9 +150,7 @@ def test_draws_follow_the_filtered_distribution_at_temperature() -> None:
     logits_BV = torch.tensor([[0.0, 1.0, 2.0, -1.0, 1.5]])
     draws = 20_000
     uniforms_B = row_uniforms(5, torch.arange(draws), 3)
-    ids_B, _ = sample(
-        logits_BV.expand(draws, -1), temperature=1.5, top_k=4, top_p=1.0, valid=5, uniform_B=uniforms_B
-    )
+    ids_B, _ = sample(logits_BV.expand(draws, -1), temperature=1.5, top_k=4, top_p=1.0, valid=5, uniform_B=uniforms_B)
     weights = [math.exp(x / 1.5) for x in (0.0, 1.0, 2.0, -INF, 1.5)]
     expected_V = torch.tensor(weights, dtype=torch.float64) / sum(weights) * draws
     counts_V = ids_B.bincount(minlength=5).double()
@@ -230,9 +226,7 @@ def test_row_uniforms_are_uniform_and_differ_along_every_axis() -> None:
 
 
 def test_row_uniforms_of_neighbours_are_uncorrelated() -> None:
-    table = torch.stack(
-        [row_uniforms(seed, torch.arange(2000), position) for seed in (0, 1) for position in (0, 1)]
-    )
+    table = torch.stack([row_uniforms(seed, torch.arange(2000), position) for seed in (0, 1) for position in (0, 1)])
     centred = table - 0.5
     for first, second in ((0, 1), (0, 2), (1, 2)):
         correlation = float((centred[first] * centred[second]).mean() * 12)

@@ -120,9 +120,7 @@ def test_a3_a4_equal_values_pay_in_a_box(said: str, gold: str, want: int) -> Non
     assert MATH(rf"so \boxed{{{said}}}", rf"\boxed{{{gold}}}", True) == verdict
 
 
-@pytest.mark.parametrize(
-    "response", [r"\boxed{}", r"\boxed{\frac}", r"\boxed{", r"\boxed{18", r"\boxed", "#### $"]
-)
+@pytest.mark.parametrize("response", [r"\boxed{}", r"\boxed{\frac}", r"\boxed{", r"\boxed{18", r"\boxed", "#### $"])
 def test_a4_malformed_answers_count_as_unreadable(response: str) -> None:
     assert MATH(response, "18", True) == Verdict(0.0, False)
 

@@ -5,7 +5,7 @@ counter in the schedules, ``Tensor.cuda`` on tied embeddings, and the CUDA gener
 Nothing is patched where CUDA is available.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
@@ -57,7 +57,10 @@ def _identity(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 def megatron_runtime() -> Iterator[None]:
     """Everything Megatron keeps in globals that the stages need, for the length of the block, on CPU or CUDA."""
     with ExitStack() as stack:
-        swap: Callable[..., Any] = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731 - one line, used below
+
+        def swap(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
         swap(megatron_random, "_CUDA_RNG_STATE_TRACKER", _OneGenerator())
         swap(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
         swap(parallel_state, "_GLOBAL_MEMORY_BUFFER", None)

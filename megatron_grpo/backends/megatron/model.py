@@ -36,7 +36,9 @@ class Stage:
     @property
     def vocab_start(self) -> int:
         """First vocabulary row of this tensor rank's slice of the head."""
-        return self.collection.tp.rank() * (padded_vocab(self.shape.vocab, self.collection.tp.size()) // self.collection.tp.size())
+        return self.collection.tp.rank() * (
+            padded_vocab(self.shape.vocab, self.collection.tp.size()) // self.collection.tp.size()
+        )
 
 
 def collection_of(groups: ParallelGroups) -> ProcessGroupCollection:
@@ -121,9 +123,7 @@ def build_stage(
     """
     tensor = groups.layout.tensor
     layers = stage_layers(split, groups.at.pipeline)
-    config = transformer_config(
-        shape, tensor=tensor, pipeline=groups.layout.pipeline, dtype=dtype, recompute=recompute
-    )
+    config = transformer_config(shape, tensor=tensor, pipeline=groups.layout.pipeline, dtype=dtype, recompute=recompute)
     layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
     collection = collection_of(groups)
     module = GPTModel(

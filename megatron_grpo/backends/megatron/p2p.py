@@ -133,7 +133,10 @@ class CodecP2PCommunicator(P2PCommunicator):
         Sketches are summed over ``dp_group``. Both ends of a boundary compute the same Q and compare a digest of it; if
         they differ (QR may, across hardware), the lower stage's Q is sent. Everything that crosses counts as basis.
         """
-        for boundary, peer, lower in ((self.previous, self.prev_rank, False), (self.following, self.next_rank, True)):
+        for boundary, peer, lower in (
+            (self.previous, self.prev_rank, False),
+            (self.following, self.next_rank, True),
+        ):
             if boundary is None:
                 continue
             directions: tuple[Direction, ...] = ("forward", "backward")

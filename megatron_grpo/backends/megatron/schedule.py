@@ -41,7 +41,12 @@ ReadFunction = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def forward_backward(
-    stage: Stage, link: CodecP2PCommunicator, inputs: Sequence[ModelInput], plan: Pass, loss: LossFunction, scale: float
+    stage: Stage,
+    link: CodecP2PCommunicator,
+    inputs: Sequence[ModelInput],
+    plan: Pass,
+    loss: LossFunction,
+    scale: float,
 ) -> list[Any]:
     """Forward and backward of every micro-batch; gradients add up in ``.grad``. Collective over the pipeline.
 

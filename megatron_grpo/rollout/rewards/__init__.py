@@ -29,7 +29,4 @@ def score_batch(
     reward: Reward, responses: Sequence[str], answers: Sequence[str], finished: Sequence[bool]
 ) -> list[Verdict]:
     """One verdict a response, in order. Raises ValueError when the three lists differ in length."""
-    return [
-        reward(response, answer, done)
-        for response, answer, done in zip(responses, answers, finished, strict=True)
-    ]
+    return [reward(response, answer, done) for response, answer, done in zip(responses, answers, finished, strict=True)]

@@ -118,8 +118,7 @@ def _formulas_equal(gold: str, said: str) -> bool:
 
     reader = [LatexExtractionConfig(boxed_match_priority=0)]
     gold_parts, said_parts = (
-        parse(rf"\boxed{{{text}}}", reader, fallback_mode="no_fallback", parsing_timeout=None)
-        for text in (gold, said)
+        parse(rf"\boxed{{{text}}}", reader, fallback_mode="no_fallback", parsing_timeout=None) for text in (gold, said)
     )
     if not gold_parts or not said_parts:
         return False

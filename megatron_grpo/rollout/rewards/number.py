@@ -16,9 +16,7 @@ _NOT_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", 
 
 _DECIMAL = re.compile(r"[+-]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,2})?")
 _RATIO = re.compile(r"([+-]?)\s*(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)")
-_LATEX_RATIO = re.compile(
-    r"([+-]?)\s*(\d+)?\s*\\[dt]?frac\s*(?:\{\s*([+-]?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))"
-)
+_LATEX_RATIO = re.compile(r"([+-]?)\s*(\d+)?\s*\\[dt]?frac\s*(?:\{\s*([+-]?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))")
 _LONGEST_NUMBER = 60
 
 

@@ -53,12 +53,12 @@ def train(
         target = run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         if _is_first_rank():
             _check_run_dir(target, run_dir is not None, resume)
+            _check_resume(cfg, target, resume)
         if "RANK" in os.environ:
             _check_world(cfg, world)
             from megatron_grpo.training.loop import train as train_on_this_rank
 
-            train_on_this_rank(cfg, target, resume)
-            return
+            raise typer.Exit(train_on_this_rank(cfg, target, resume))
         from megatron_grpo.launch import start_local
 
         arguments = ["train", str(config), *(overrides or []), "--run-dir", str(target)]
@@ -120,6 +120,14 @@ def _check_run_dir(run_dir: Path, given: bool, resume: str | None) -> None:
         raise ConfigError(f"--run-dir={run_dir}: is a file; give a directory")
     if resume is None and run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(f"--run-dir={run_dir}: is not empty; give another, or --resume auto to go on with it")
+
+
+def _check_resume(cfg: Config, run_dir: Path, resume: str | None) -> None:
+    """An explicit checkpoint that is not there is an error before any rank starts; ``auto`` may find none."""
+    if resume is not None:
+        from megatron_grpo.training.files import CheckpointFolder
+
+        CheckpointFolder(run_dir / "checkpoints", cfg.train.keep).resolve(resume, note=lambda text: None)
 
 
 def _check_world(cfg: Config, world: str | None) -> None:

@@ -12,6 +12,7 @@ Legend: B batch, S sequence of prompt and response, V vocabulary.
 from __future__ import annotations
 
 import argparse
+import io
 import random
 import string
 import time
@@ -37,10 +38,11 @@ IGNORED = -100
 def train_sentencepiece(model_file: Path) -> sentencepiece.SentencePieceProcessor:
     """Train and save a SentencePiece model of one piece a character; it neither adds nor changes any text."""
     shuffle = random.Random(0)
+    trained = io.BytesIO()  # a file name would be written into the model
     lines = ["".join(shuffle.sample(CHARACTERS, len(CHARACTERS))) for _ in range(200)]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
-        model_prefix=str(model_file.with_suffix("")),
+        model_writer=trained,
         model_type="bpe",
         vocab_size=len(SPECIALS) + len(NEWLINE) + len(CHARACTERS),
         user_defined_symbols=[NEWLINE],
@@ -56,7 +58,7 @@ def train_sentencepiece(model_file: Path) -> sentencepiece.SentencePieceProcesso
         unk_surface="<unk>",
         minloglevel=1,
     )
-    model_file.with_suffix(".vocab").unlink()
+    model_file.write_bytes(trained.getvalue())
     return sentencepiece.SentencePieceProcessor(model_file=str(model_file))
 
 
@@ -206,11 +208,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=5, help="iterations between validations")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--direct", type=float, default=0.35, help="share of direct answers")
+    parser.add_argument("--direct", type=float, default=0.40, help="share of direct answers")
     parser.add_argument("--slip", type=float, default=0.05, help="chance that a running total is wrong")
     parser.add_argument("--recheck", type=float, default=0.15, help="chance that the last total is repeated")
-    parser.add_argument("--greedy", type=float, nargs=2, default=(0.40, 0.50), help="wanted band, greedy")
-    parser.add_argument("--sampled", type=float, nargs=2, default=(0.25, 0.32), help="wanted band, sampled")
+    parser.add_argument("--greedy", type=float, nargs=2, default=(0.38, 0.49), help="wanted band, greedy")
+    parser.add_argument("--sampled", type=float, nargs=2, default=(0.275, 0.32), help="wanted band, sampled")
     return parser.parse_args()
 
 

@@ -143,9 +143,15 @@ def _circuit(config: Config) -> Iterator[str]:
 
 def _engine(config: Config) -> list[str]:
     try:
-        return conflicts(config, read_settings(config))
+        errors = conflicts(config, read_settings(config))
     except ConfigError as error:
         return [str(error)]
+    if config.model.dtype == "bfloat16" and config.zero_stage == 0:
+        errors.append(
+            "model.dtype=bfloat16: ZeRO 0 keeps no float32 masters, so that small updates are lost; "
+            "use deepspeed_configs/zero1.json, or model.dtype=float32"
+        )
+    return errors
 
 
 def _tokenizer(config: Config, model: dict[str, Any]) -> Iterator[str]:

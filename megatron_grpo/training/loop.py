@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.backends.huggingface import load_tokenizer
-from megatron_grpo.config import Config, deepspeed_settings, write_resolved
+from megatron_grpo.config import Config, ConfigError, deepspeed_settings, write_resolved
 from megatron_grpo.data.tasks import build_task
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
@@ -31,6 +31,9 @@ from megatron_grpo.training.policy import Policy, policy_runtime
 from megatron_grpo.training.scoring import Scorer
 from megatron_grpo.training.step import Row, StepRunner
 from megatron_grpo.training.view import build_view
+
+CONFIG_ERROR_GRACE_S = 3.0
+"""The launcher ends the other ranks sooner once rank 0 has ended."""
 
 STOPPED_BY_SIGNAL = 143
 """Exit code after SIGTERM: 128 + 15, with a checkpoint written."""
@@ -48,7 +51,14 @@ def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
     """
     try:
         with process_group(cfg) as (groups, device):
-            return _Run(cfg, run_dir, groups, device).go(resume)
+            return _Run(cfg, _common(run_dir), groups, device).go(resume)
+    except ConfigError as error:
+        # Every rank finds the same mistake; the first one says it, the others only if it does not.
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(CONFIG_ERROR_GRACE_S)
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os._exit(2)
     except Exception:
         # Not a return: destroying process groups with a collective under way would wait for the other ranks.
         sys.stderr.write(f"rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc()}")
@@ -85,6 +95,13 @@ def process_group(cfg: Config) -> Iterator[tuple[ParallelGroups, torch.device]]:
     yield build_groups(layout, parallel.timeout_s), device
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _common(run_dir: Path) -> Path:
+    """Rank 0's run directory: without ``--run-dir`` each rank has named one by its own clock. Collective."""
+    name = [str(run_dir)]
+    dist.broadcast_object_list(name, src=0)
+    return Path(name[0])
 
 
 class _Run:

@@ -106,15 +106,22 @@ def test_train_hands_everything_to_the_launcher(home: Path, monkeypatch: pytest.
         "parallel.data=2",
         "train.micro_batch=8",
         "--resume",
-        "x",
+        "auto",
         "--run-dir",
         "r",
     )
     assert code == 7
     overrides = ["parallel.data=2", "train.micro_batch=8"]
-    assert seen == [(["train", str(home / "run.yaml"), *overrides, "--run-dir", "r", "--resume", "x"], 4)]
+    assert seen == [(["train", str(home / "run.yaml"), *overrides, "--run-dir", "r", "--resume", "auto"], 4)]
     run("train", home / "run.yaml")
     assert re.fullmatch(r"runs/run-\d{8}-\d{6}", seen[1][0][-1])
+
+
+def test_resume_from_nowhere_is_refused_before_any_rank_starts(home: Path) -> None:
+    code, output = run("train", home / "run.yaml", "--resume", "nowhere", "--run-dir", "r")
+    assert code == 2
+    assert "--resume=nowhere: no such folder" in output
+    assert not (home / "r").exists()
 
 
 def test_eval_says_what_it_needs(home: Path) -> None:

@@ -22,7 +22,8 @@ def training_shares(config: Config, hidden: int) -> dict[str, float]:
     """Predicted bytes of a tick over its dense equivalent (forward and backward in bfloat16), by kind.
 
     A codec of rank r sends r of ``hidden`` numbers; the old-log-prob pass is one forward, half of a dense
-    equivalent; the anchor is a dense pass every ``anchor.cadence`` ticks.
+    equivalent, for every minibatch but the first (whose own forward serves, unless a basis may change inside the
+    step); the anchor is a dense pass every ``anchor.cadence`` ticks.
     """
     boundary = config.boundary
     scale = {side: BYTES[boundary.payload_of(side)] / DENSE_BYTES for side in DIRECTIONS}
@@ -30,7 +31,9 @@ def training_shares(config: Config, hidden: int) -> dict[str, float]:
     forward, backward = (scale[side] * kept[side] / 2 for side in DIRECTIONS)
     dense = sum(scale.values()) / 2
     anchor = dense / config.anchor.cadence if config.anchor.enabled else 0.0
-    return {"fast": forward + backward, "old log-probs": forward, "anchor": anchor}
+    minibatches = config.grpo.minibatches
+    passes = minibatches if boundary.commit == "tick" else minibatches - 1
+    return {"fast": forward + backward, "old log-probs": forward * passes / minibatches, "anchor": anchor}
 
 
 def _model_size(config: Config) -> tuple[int | None, int | None]:

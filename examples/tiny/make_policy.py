@@ -107,6 +107,17 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return model
 
 
+@torch.no_grad()
+def scale_weights(model: LlamaForCausalLM, factor: float) -> None:
+    """Multiply every matrix by ``factor`` and divide every norm gain by it: the function stays what it is.
+
+    RMSNorm takes the scale of what it reads out again. An Adam step of a given learning rate then moves the function
+    ``factor`` times less, as it does in large models, whose weights are large beside the step.
+    """
+    for name, weight in model.named_parameters():
+        weight.mul_(1.0 / factor if "norm" in name else factor)
+
+
 def worked_answer(problem: Problem, choose: random.Random, args: argparse.Namespace) -> str:
     """A teacher's response: `=14` at once, or running totals first (`19,14=14`), each wrong by chance."""
     if choose.random() < args.direct:
@@ -208,6 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=5, help="iterations between validations")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--scale", type=float, default=2.0, help="final scale of the matrices, norms inversely")
     parser.add_argument("--direct", type=float, default=0.40, help="share of direct answers")
     parser.add_argument("--slip", type=float, default=0.05, help="chance that a running total is wrong")
     parser.add_argument("--recheck", type=float, default=0.15, help="chance that the last total is repeated")
@@ -226,6 +238,7 @@ def main() -> None:
     model = make_model(tokenizer)
     if not train(model, tokenizer, args):
         raise SystemExit("the wanted accuracy was not met; change --iterations, --greedy or --sampled")
+    scale_weights(model, args.scale)
     tokenizer.save_pretrained(args.out)
     model.save_pretrained(args.out)
     print(f"saved {sum(p.numel() for p in model.parameters()):,} parameters in {args.out}")

@@ -45,7 +45,7 @@ class VocabShards:
         """Differentiable sum over the shards. Collective over ``group``."""
         if self.group.size() == 1:
             return x
-        result: torch.Tensor = _SumForward.apply(x, self.group)
+        result: torch.Tensor = _SumForward.apply(x, self.group)  # type: ignore[no-untyped-call]  # torch's
         return result
 
 

@@ -81,7 +81,7 @@ class Layout:
 class ParallelGroups:
     """The process groups of this rank.
 
-    ``alone`` holds this rank only (Megatron's context-parallel group). ``feedback`` is the pipeline once more, for the
+    ``embedding`` joins the first and last stage; stages between have none. ``alone`` holds this rank only (Megatron's context-parallel group). ``feedback`` is the pipeline once more, for the
     sampler's token ids: on NCCL two directions over one communicator could wait for each other.
     """
 
@@ -125,11 +125,15 @@ def build_groups(layout: Layout, timeout_s: float) -> ParallelGroups:
         raise ValueError(f"the layout needs {layout.world_size} ranks, the world has {world}")
     rank = dist.get_rank()
 
-    def mine(partition: list[list[int]]) -> Group | None:
+    def among(partition: list[list[int]]) -> Group | None:
         made = {tuple(ranks): dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in partition}
         return next((group for ranks, group in made.items() if rank in ranks), None)
 
-    # Middle stages are in no embedding group; every other partition covers the world.
+    def mine(partition: list[list[int]]) -> Group:
+        group = among(partition)
+        assert group is not None, "the partition covers the world"
+        return group
+
     return ParallelGroups(
         layout=layout,
         rank=rank,
@@ -139,7 +143,7 @@ def build_groups(layout: Layout, timeout_s: float) -> ParallelGroups:
         feedback=mine(layout.pipeline_groups()),
         data=mine(layout.data_groups()),
         model=mine(layout.model_groups()),
-        embedding=mine(layout.embedding_groups()),
+        embedding=among(layout.embedding_groups()),
         alone=mine([[r] for r in range(world)]),
         timeout_s=timeout_s,
     )

@@ -5,9 +5,10 @@ from typing import Literal
 
 import torch
 
+from megatron_grpo.config import Direction
+
 Link = Literal["pipeline", "tensor", "data"]
 Kind = Literal["fast", "old_logprob", "anchor", "basis", "rollout", "validation"]
-Direction = Literal["forward", "backward"]
 
 LINKS: tuple[Link, ...] = ("pipeline", "tensor", "data")
 KINDS: tuple[Kind, ...] = ("fast", "old_logprob", "anchor", "basis", "rollout", "validation")

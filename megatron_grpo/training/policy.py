@@ -14,7 +14,7 @@ from megatron_grpo.backends.megatron.cpu import megatron_runtime
 from megatron_grpo.backends.megatron.decode import LeanStage
 from megatron_grpo.backends.megatron.model import Stage, build_stage
 from megatron_grpo.backends.megatron.p2p import CodecP2PCommunicator
-from megatron_grpo.boundary.codec import DTYPES, BoundaryCodecs, build_codecs
+from megatron_grpo.boundary.build import DTYPES, BoundaryCodecs, build_codecs
 from megatron_grpo.config import Config, layer_split
 from megatron_grpo.conversion.names import ModelShape, model_shape
 from megatron_grpo.parallel.collectives import VocabShards

@@ -51,9 +51,9 @@ def test_plan_reports_every_error_and_exits_2(home: Path) -> None:
 
 def test_predicted_shares_by_hand(home: Path) -> None:
     shares = training_shares(load_config(home / "run.yaml"), hidden=96)
-    assert shares == pytest.approx({"fast": 5 / 96, "old log-probs": 5 / 192, "anchor": 1 / 5})
+    assert shares == pytest.approx({"fast": 5 / 96, "old log-probs": 5 / 384, "anchor": 1 / 5})
     dense = load_config(home / "run.yaml", ["boundary.codec=identity", "boundary.payload=float32"])
-    assert training_shares(dense, hidden=96) == pytest.approx({"fast": 2.0, "old log-probs": 1.0, "anchor": 0.4})
+    assert training_shares(dense, hidden=96) == pytest.approx({"fast": 2.0, "old log-probs": 0.5, "anchor": 0.4})
 
 
 def test_a_config_error_writes_nothing(home: Path) -> None:

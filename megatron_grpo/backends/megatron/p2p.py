@@ -15,7 +15,8 @@ import torch.distributed as dist
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron_grpo.boundary.codec import BoundaryCodecs, Codec
+from megatron_grpo.boundary.build import BoundaryCodecs
+from megatron_grpo.boundary.codec import Codec
 from megatron_grpo.ops.lowrank import basis_digest, error_sums
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.link import BFLOAT16_BYTES, Direction, Kind, Ledger
@@ -141,7 +142,7 @@ class CodecP2PCommunicator(P2PCommunicator):
                 continue
             directions: tuple[Direction, ...] = ("forward", "backward")
             for way, codec in zip(directions, boundary.learners(), strict=True):
-                basis = getattr(codec, "basis", None)
+                basis = codec.basis
                 if basis is None or basis.sketch is None:
                     continue
                 sketch = basis.sketch

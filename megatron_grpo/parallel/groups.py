@@ -81,8 +81,9 @@ class Layout:
 class ParallelGroups:
     """The process groups of this rank.
 
-    ``embedding`` joins the first and last stage; stages between have none. ``alone`` holds this rank only (Megatron's context-parallel group). ``feedback`` is the pipeline once more, for the
-    sampler's token ids: on NCCL two directions over one communicator could wait for each other.
+    ``embedding`` joins the first and last stage; stages between have none. ``alone`` holds this rank only (Megatron's
+    context-parallel group). ``feedback`` is the pipeline once more, for the sampler's token ids: on NCCL two directions
+    over one communicator could wait for each other.
     """
 
     layout: Layout

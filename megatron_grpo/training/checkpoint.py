@@ -39,14 +39,15 @@ def save_checkpoint(folder: CheckpointFolder, tick: int, policy: Policy, ticks: 
     """Write a checkpoint after ``tick`` ticks. Collective: every rank; rank 0 makes and renames the folder.
 
     Raises:
-        CheckpointError: on rank 0, with a full disk; the earlier checkpoints stay.
+        CheckpointError: with a full disk; the earlier checkpoints stay.
     """
     leads = policy.groups.rank == 0
     with folder.saving(tick) if leads else nullcontext():
         dist.barrier()
         target = folder.temporary(tick)
-        policy.engine.save(target, ENGINE)
-        torch.save(_rank_state(policy, ticks), target / _rank_file(policy.groups.rank))
+        with folder.writing(tick):
+            policy.engine.save(target, ENGINE)
+            torch.save(_rank_state(policy, ticks), target / _rank_file(policy.groups.rank))
         if leads:
             topology = {"layout": asdict(policy.groups.layout), "zero_stage": policy.engine.zero_stage}
             write_json_atomic(target / RUN_FILE, asdict(progress) | topology)

@@ -84,7 +84,7 @@ class CheckpointFolder:
         Errors: CheckpointError on a full disk; the temporary folder is removed.
         """
         temporary = self.temporary(tick)
-        with self._abort_on_error(tick):
+        with self.writing(tick):
             self.root.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             temporary.mkdir()
@@ -97,7 +97,7 @@ class CheckpointFolder:
         them, has abandoned. Errors: CheckpointError on a full disk; every earlier checkpoint is kept.
         """
         final = self.root / _name(tick)
-        with self._abort_on_error(tick):
+        with self.writing(tick):
             temporary = self.temporary(tick)
             write_json_atomic(temporary / MANIFEST, {"tick": tick})
             _sync_tree(temporary)
@@ -119,7 +119,7 @@ class CheckpointFolder:
     def saving(self, tick: int) -> Iterator[Path]:
         """``begin``, the body (which writes into the yielded folder), ``commit``; ``abort`` if one fails."""
         temporary = self.begin(tick)
-        with self._abort_on_error(tick):
+        with self.writing(tick):
             yield temporary
         self.commit(tick)
 
@@ -159,8 +159,11 @@ class CheckpointFolder:
         )
 
     @contextmanager
-    def _abort_on_error(self, tick: int) -> Iterator[None]:
-        """Abort the save when the body raises; a full disk becomes a CheckpointError that says what to do."""
+    def writing(self, tick: int) -> Iterator[None]:
+        """For every rank, around what it writes: abort the save when the body raises.
+
+        Errors: CheckpointError on a full disk, saying what to do; anything else as it is.
+        """
         try:
             yield
         except BaseException as error:

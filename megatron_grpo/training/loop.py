@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
 from megatron_grpo.rollout.rewards import build_reward
 from megatron_grpo.training.checkpoint import Progress, load_checkpoint, read_progress, save_checkpoint
 from megatron_grpo.training.export import export_policy
-from megatron_grpo.training.files import CheckpointFolder
+from megatron_grpo.training.files import CheckpointError, CheckpointFolder
 from megatron_grpo.training.metrics import NullRecorder, Recorder, RunRecord
 from megatron_grpo.training.policy import Policy, policy_runtime
 from megatron_grpo.training.scoring import Scorer
@@ -56,15 +56,19 @@ def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
         # Every rank finds the same mistake; the first one says it, the others only if it does not.
         if os.environ.get("RANK", "0") != "0":
             time.sleep(CONFIG_ERROR_GRACE_S)
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
-        os._exit(2)
+        _end(2, str(error))
+    except CheckpointError as error:
+        _end(1, str(error))
     except Exception:
-        # Not a return: destroying process groups with a collective under way would wait for the other ranks.
-        sys.stderr.write(f"rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc()}")
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(1)
+        _end(1, f"rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc()}")
+
+
+def _end(code: int, why: str) -> NoReturn:
+    """End this process at once: destroying process groups with a collective under way would wait for other ranks."""
+    sys.stderr.write(f"{why}\n")
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 @contextmanager

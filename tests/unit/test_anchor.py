@@ -123,9 +123,7 @@ def test_signed_ema_over_ticks() -> None:
             continue
         assert merger.merge(fast[tick], memory.m) == 0.75
         flat = [x for shard in raw for x in shard]
-        expected = [
-            0.25 * g + 0.75 * abs(g) * (1 if m > 0 else -1) for g, m in zip(flat, m_reference, strict=True)
-        ]
+        expected = [0.25 * g + 0.75 * abs(g) * (1 if m > 0 else -1) for g, m in zip(flat, m_reference, strict=True)]
         assert torch.cat(fast[tick]).tolist() == pytest.approx(expected, rel=1e-5)
 
 

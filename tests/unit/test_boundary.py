@@ -38,9 +38,7 @@ def reference_orth(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind, width", [("identity", H), ("lowrank", R), ("mask", R)])
 @pytest.mark.parametrize("payload, bytes_each", [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_payload_has_the_promised_bytes(
-    kind: str, width: int, payload: str, bytes_each: int, direction: str
-) -> None:
+def test_payload_has_the_promised_bytes(kind: str, width: int, payload: str, bytes_each: int, direction: str) -> None:
     """N x width numbers, in what is sent and in what is received into."""
     codec = codecs(codec=kind, payload=payload).choose(direction, dense=False)
     sent = codec.encode(rows(), POSITIONS)

@@ -1,0 +1,367 @@
+"""What crosses a boundary, counted where torch hands it to the transport.
+
+The ledger, the formula rows x numbers x bytes, and the tensors that ``ProcessGroup.send`` was given must be one.
+Legend: B sequences, S input columns, H hidden, N rows, r rank, V vocabulary shard.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron_grpo.backends.megatron.p2p import CodecP2PCommunicator, Pass
+from megatron_grpo.backends.megatron.schedule import forward_backward, forward_only
+from megatron_grpo.boundary import basis as basis_module
+from megatron_grpo.boundary.basis import Basis
+from megatron_grpo.ops.lowrank import basis_digest, orthonormal
+from megatron_grpo.parallel.groups import Layout
+from megatron_grpo.parallel.link import DIRECTIONS, KINDS, Kind, Ledger
+from megatron_grpo.rollout.batch import Batch
+from megatron_grpo.training.loss import ReadLogprobs, model_inputs
+from megatron_grpo.training.policy import Policy, build_link
+from megatron_grpo.training.tick import TickRunner
+from tests.harness import run_ranks
+from tests.ranks.support import HIDDEN, config, minibatch, policy_of, replay_of, write_model
+
+R = 5
+WIDTH = {"identity": HIDDEN, "lowrank": R, "mask": R}
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+CODINGS = [(codec, payload) for codec in WIDTH for payload in ITEMSIZE]
+PASSES: list[tuple[Kind, bool]] = [("fast", False), ("old_logprob", False), ("anchor", True)]
+LAYOUTS = {"pp2": Layout(pipeline=2), "pp4": Layout(pipeline=4), "tp2pp2": Layout(pipeline=2, tensor=2)}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+@dataclass
+class Wire:
+    """Point-to-point messages that this rank handed to the transport: (to a later rank, the tensor)."""
+
+    messages: list[tuple[bool, torch.Tensor]] = field(default_factory=list)
+
+    def bytes(self, *, forward: bool) -> int:
+        return sum(tensor.nbytes for onward, tensor in self.messages if onward == forward)
+
+
+@contextmanager
+def wiretap() -> Iterator[Wire]:
+    """Every send of torch.distributed, blocking, batched or not, ends in ``ProcessGroup.send``."""
+    wire = Wire()
+    send = dist.ProcessGroup.send
+
+    def recording(group: dist.ProcessGroup, tensors: list[torch.Tensor], to: int, *rest: Any) -> Any:
+        wire.messages += [(to > group.rank(), tensor.detach().clone()) for tensor in tensors]
+        return send(group, tensors, to, *rest)
+
+    with mock.patch.object(dist.ProcessGroup, "send", recording):
+        yield wire
+
+
+@contextmanager
+def door(link: P2PCommunicator) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The stage's side of the hook: (what, tensor) in order, for sends and received tensors."""
+    seen: list[tuple[str, torch.Tensor]] = []
+    inner = link._communicate
+
+    def recording(**call: Any) -> Any:
+        for name in ("tensor_send_next", "tensor_send_prev"):
+            if call[name] is not None:
+                seen.append((name, call[name].detach().clone()))
+        arrived = inner(**call)
+        seen.extend((name, x) for name, x in zip(("from_prev", "from_next"), arrived, strict=False) if x is not None)
+        return arrived
+
+    with mock.patch.object(link, "_communicate", recording):
+        yield seen
+
+
+def rewired(policy: Policy, model: str, layout: Layout, **boundary: Any) -> Policy:
+    """The policy with a fresh hook and ledger; a policy takes a second to build, a hook nothing."""
+    ledger = Ledger()
+    link = build_link(config(Path(model), layout, boundary=boundary), policy.stage, policy.groups, ledger)
+    return replace(policy, link=link, ledger=ledger)
+
+
+def run_pass(policy: Policy, cfg: Any, plan: Pass, batch: Batch) -> None:
+    """One pass of ``batch`` as training makes it: forward alone for old log-probs, else forward and backward."""
+    replay = replay_of(batch, policy)
+    if plan.kind == "old_logprob":
+        inputs, plan.rows = model_inputs(replay, cfg.train.micro_batch)
+        forward_only(policy.stage, policy.link, inputs, plan, ReadLogprobs(1.0, policy.vocab))
+    else:
+        TickRunner(cfg, policy)._pass(replay, plan)
+
+
+def ledger_bytes(ledger: Ledger) -> dict[str, int]:
+    """What the ledger says of pipeline links, every nonzero entry, by kind and direction."""
+    entries = {f"{kind} {way}": ledger.sent("pipeline", kind, way) for kind in KINDS for way in DIRECTIONS}
+    return {entry: count for entry, count in entries.items() if count}
+
+
+def carrying_rows_by_hand(batch: Batch, micro_batch: int) -> list[list[int]]:
+    """Rows of each micro-batch's flattened ``[S, B]``: prompt tokens and all sampled ones but the last."""
+    chosen = []
+    for start in range(0, len(batch), micro_batch):
+        rows, width = [], min(micro_batch, len(batch) - start)
+        for column in range(batch.tokens_BS.shape[1] - 1):
+            for row in range(width):
+                first = batch.prompt_columns - int(batch.prompt_lengths_B[start + row])
+                last = batch.prompt_columns + int(batch.response_lengths_B[start + row]) - 2
+                if first <= column <= last:
+                    rows.append(column * width + row)
+        chosen.append(rows)
+    return chosen
+
+
+def counted(rank: int, world: int, model: str, layout: Layout) -> list[tuple[Any, ...]]:
+    """(coding, pass, bytes on the wire forward and backward, the ledger's, its dense total) of every coding and pass."""
+    cfg = config(Path(model), layout)
+    found = []
+    with policy_of(cfg) as base:
+        for codec, payload in CODINGS:
+            for kind, dense in PASSES:
+                policy = rewired(base, model, layout, codec=codec, payload=payload, rank=R)
+                with wiretap() as wire:
+                    run_pass(policy, cfg, Pass(kind, dense=dense, observe=dense), minibatch())
+                on_wire = (wire.bytes(forward=True), wire.bytes(forward=False))
+                ledger = ledger_bytes(policy.ledger)
+                counts = policy.ledger.take()
+                found.append((codec, payload, kind, on_wire, ledger, int(counts[len(counts) // 2 :].sum())))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_bytes_are_the_ledger_and_the_formula(llama: Path, layout: Layout) -> None:
+    """rows x numbers x bytes a message; tensor ranks share it, the last share padded to the size of the others."""
+    batch = minibatch()
+    per_micro = [len(rows) for rows in carrying_rows_by_hand(batch, 2)]
+    assert sum(per_micro) == int(batch.prompt_lengths_B.sum() + batch.response_lengths_B.sum()) - len(batch)
+    assert sum(per_micro) == int(batch.carrying_BT().sum())
+    results = run_ranks(counted, layout.world_size, str(llama), layout)
+    for rank, found in enumerate(results):
+        stage = layout.coordinates(rank).pipeline
+        sends = (stage < layout.pipeline - 1, stage > 0)
+        assert len(found) == len(CODINGS) * len(PASSES)
+        for codec, payload, kind, on_wire, ledger, dense in found:
+            width = HIDDEN if kind == "anchor" else WIDTH[codec]
+            bytes_each = ITEMSIZE[payload]
+            whole = sum(-(-rows * width // layout.tensor) * bytes_each for rows in per_micro)
+            expected = (whole * sends[0], whole * (sends[1] and kind != "old_logprob"))
+            assert on_wire == expected, (rank, codec, payload, kind)
+            named = {f"{kind} {way}": count for way, count in zip(DIRECTIONS, expected, strict=True) if count}
+            assert ledger == named, (rank, codec, payload, kind)
+            messages = sum(bool(count) for count in expected)
+            owner = layout.coordinates(rank).tensor == 0
+            assert dense == messages * sum(per_micro) * HIDDEN * 2 * owner
+
+
+def crossing(rank: int, world: int, model: str, layout: Layout) -> dict[str, Any]:
+    """One identity pass on two stages: what each side of the boundary saw, and what lay on the wire."""
+    cfg = config(Path(model), layout)
+    with policy_of(cfg) as policy, wiretap() as wire, door(policy.link) as seen:
+        run_pass(policy, cfg, Pass("fast"), minibatch())
+        arrived = [x for name, x in seen if name.startswith("from")]
+        return {
+            "sent": [x for name, x in seen if name.startswith("tensor_send")],
+            "wire": [tensor for _, tensor in wire.messages],
+            "arrived": [x.detach().clone() for x in arrived],
+            "leaves": [(x.is_leaf, x.requires_grad, x.grad_fn is None) for x in arrived],
+            # Leaves of the forward pass get a gradient each: their own, so their memory is their own too.
+            "distinct": len({x.data_ptr() for x in arrived}) == len(arrived),
+            "graded": sum(x.grad is not None for x in arrived),
+        }
+
+
+@pytest.fixture(scope="module")
+def crossed(llama: Path) -> list[dict[str, Any]]:
+    return run_ranks(crossing, 2, str(llama), Layout(pipeline=2))
+
+
+def test_only_carrying_rows_cross_and_arrive_in_place(crossed: list[dict[str, Any]]) -> None:
+    chosen = carrying_rows_by_hand(minibatch(), 2)
+    for sender, receiver in (crossed, crossed[::-1]):
+        assert len(sender["sent"]) == len(sender["wire"]) == len(receiver["arrived"]) == len(chosen)
+        for rows, x, message, y in zip(chosen, sender["sent"], sender["wire"], receiver["arrived"], strict=True):
+            flat = x.reshape(-1, HIDDEN)
+            assert torch.equal(message, flat[rows])
+            assert len(rows) < len(flat)
+            wanted = torch.zeros_like(flat)
+            wanted[rows] = flat[rows]
+            assert torch.equal(y, wanted.view_as(x))
+
+
+def test_received_tensors_are_fresh_leaves(crossed: list[dict[str, Any]]) -> None:
+    """What Megatron's schedule needs: it sets and reads ``.grad`` of what arrived from the previous stage."""
+    first, last = crossed
+    for result in crossed:
+        assert result["leaves"] == [(True, True, True)] * 4
+        assert result["distinct"]
+    assert (first["graded"], last["graded"]) == (0, 4)
+
+
+class PlainP2P(P2PCommunicator):
+    """Megatron's own communicator, called as ours is."""
+
+    def running(self, plan: Pass) -> nullcontext[None]:
+        return nullcontext()
+
+
+def plain_and_identity(rank: int, world: int, model: str, layout: Layout) -> list[Any]:
+    """Logits and gradients of one pass with Megatron's communicator, then with ours."""
+    cfg = config(Path(model), layout)
+    results = []
+    with policy_of(cfg) as policy:
+        plain = PlainP2P(policy.groups.pipeline, policy.stage.module.config)
+        inputs, _ = model_inputs(replay_of(minibatch(), policy), 2)
+
+        def loss(logits_BSV: torch.Tensor, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            weights = torch.linspace(-1, 1, logits_BSV.shape[-1])
+            return (logits_BSV.log_softmax(-1) * weights).mean(), logits_BSV.detach().clone()
+
+        for link in (plain, policy.link):
+            policy.stage.module.zero_grad(set_to_none=True)
+            outputs = forward_backward(policy.stage, link, inputs, Pass("fast"), loss, scale=1.0)
+            gradients = {name: p.grad.clone() for name, p in policy.stage.module.named_parameters()}
+            results.append((outputs, gradients))
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_identity_is_megatrons_own_communicator_bit_for_bit(llama: Path, layout: Layout) -> None:
+    results = run_ranks(plain_and_identity, layout.world_size, str(llama), layout)
+    assert len(results[-1][0][0]) == 4
+    for (plain_outputs, plain_gradients), (our_outputs, our_gradients) in results:
+        assert all(torch.equal(a, b) for a, b in zip(plain_outputs, our_outputs, strict=True))
+        assert plain_gradients and plain_gradients.keys() == our_gradients.keys()
+        assert all(torch.equal(our_gradients[name], g) for name, g in plain_gradients.items())
+
+
+def bases_of(link: CodecP2PCommunicator) -> dict[str, Basis]:
+    """Bases of this rank's boundaries, named by boundary and direction."""
+    named = {}
+    for boundary in (link.previous, link.following):
+        if boundary is not None:
+            for way, codec in zip(DIRECTIONS, boundary.learners(), strict=True):
+                assert codec.basis is not None
+                named[f"{boundary.index} {way}"] = codec.basis
+    return named
+
+
+def refreshed(rank: int, world: int, model: str, layout: Layout, payload: str) -> dict[str, Any]:
+    """A dense observing pass, a refresh, a compressed pass before the commit and one after it."""
+    cfg = config(Path(model), layout)
+    with policy_of(cfg) as base:
+        policy = rewired(base, model, layout, codec="lowrank", payload=payload, rank=R)
+        bases = bases_of(policy.link)
+        result: dict[str, Any] = {"old": {name: basis.current.clone() for name, basis in bases.items()}}
+        with door(policy.link) as seen:
+            run_pass(policy, cfg, Pass("anchor", dense=True, observe=True), minibatch())
+        result["sent"] = seen
+        policy.ledger.take()
+        with wiretap() as wire:
+            policy.link.refresh(policy.groups.data)
+        result["refresh"] = (wire.bytes(forward=True) + wire.bytes(forward=False), ledger_bytes(policy.ledger))
+        result["staged"] = {name: basis.staged.clone() for name, basis in bases.items()}
+        for moment in ("before", "after"):
+            with wiretap() as wire, door(policy.link) as seen:
+                run_pass(policy, cfg, Pass("fast"), minibatch())
+            result[moment] = ([tensor for _, tensor in wire.messages], [x for name, x in seen if "send" in name])
+            policy.link.commit()
+        result["new"] = {name: basis.current.clone() for name, basis in bases.items()}
+        return result
+
+
+def reference_refresh(rows: list[torch.Tensor], q: torch.Tensor) -> torch.Tensor:
+    """orth(sum X^T X Q) with a positive diagonal of R, in fp64."""
+    sketch = sum(x.double().T @ (x.double() @ q.double()) for x in rows)
+    left, right = torch.linalg.qr(sketch)
+    return left * right.diagonal().sign()
+
+
+@pytest.mark.parametrize("payload", ITEMSIZE)
+def test_both_ends_refresh_to_the_same_basis_and_use_it_after_the_commit(llama: Path, payload: str) -> None:
+    """One power step over the rows as they crossed: the sender too learns from what the receiver decoded."""
+    first, last = run_ranks(refreshed, 2, str(llama), Layout(pipeline=2), payload)
+    chosen = carrying_rows_by_hand(minibatch(), 2)
+    dtype = getattr(torch, payload)
+    for name, sender in (("0 forward", first), ("0 backward", last)):
+        assert torch.equal(first["old"][name], last["old"][name])
+        assert torch.equal(first["staged"][name], last["staged"][name])
+        assert torch.equal(first["new"][name], first["staged"][name])
+        sent = [x.reshape(-1, HIDDEN)[rows] for rows, (_, x) in zip(chosen, sends_of(sender), strict=True)]
+        expected = reference_refresh([x.to(dtype) for x in sent], first["old"][name])
+        torch.testing.assert_close(first["staged"][name].double(), expected, atol=2e-4, rtol=0)
+        assert not torch.allclose(first["staged"][name], first["old"][name], atol=1e-2)
+        for moment, basis in (("before", "old"), ("after", "new")):
+            for rows, message, x in zip(chosen, *sender[moment], strict=True):
+                coordinates = x.reshape(-1, HIDDEN)[rows] @ sender[basis][name]
+                close = {"atol": 1e-5, "rtol": 1e-5} if payload == "float32" else {"atol": 1e-6, "rtol": 2.0**-8}
+                torch.testing.assert_close(message.float(), coordinates, **close)
+    for result in (first, last):
+        # a digest of 8 bytes for each direction, and nothing else
+        assert result["refresh"] == (16, {"basis forward": 8, "basis backward": 8})
+
+
+def sends_of(result: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, x) for name, x in result["sent"] if "send" in name]
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["pp4"], LAYOUTS["tp2pp2"]], ids=["pp4", "tp2pp2"])
+def test_every_rank_of_a_boundary_holds_its_basis(llama: Path, layout: Layout) -> None:
+    results = run_ranks(refreshed, layout.world_size, str(llama), layout, "bfloat16")
+    names = {name for result in results for name in result["new"]}
+    assert len(names) == 2 * (layout.pipeline - 1)
+    for name in names:
+        holders = [result["new"][name] for result in results if name in result["new"]]
+        assert len(holders) == 2 * layout.tensor
+        assert all(torch.equal(holder, holders[0]) for holder in holders)
+    for rank, result in enumerate(results):
+        boundaries = 2 if 0 < layout.coordinates(rank).pipeline < layout.pipeline - 1 else 1
+        assert result["refresh"][0] == boundaries * 16 == sum(result["refresh"][1].values())
+
+
+def nudged(sketch_Hr: torch.Tensor, amount: float) -> torch.Tensor:
+    return orthonormal(sketch_Hr) + amount
+
+
+def disagreeing(rank: int, world: int, model: str, layout: Layout) -> list[dict[str, Any]]:
+    """Two refreshes, in each of which one rank computes another Q, as other hardware might."""
+    cfg = config(Path(model), layout)
+    results = []
+    with policy_of(cfg) as base:
+        for wrong in range(world):
+            policy = rewired(base, model, layout, codec="lowrank", payload="float32", rank=R)
+            run_pass(policy, cfg, Pass("anchor", dense=True, observe=True), minibatch())
+            policy.ledger.take()
+            nudge = partial(nudged, amount=1e-6 if rank == wrong else 0.0)
+            with wiretap() as wire, mock.patch.object(basis_module, "orthonormal", nudge):
+                policy.link.refresh(policy.groups.data)
+            staged = {name: basis.staged.clone() for name, basis in bases_of(policy.link).items()}
+            digests = {name: int(basis_digest(basis)) for name, basis in staged.items()}
+            on_wire = wire.bytes(forward=True) + wire.bytes(forward=False)
+            ledger = ledger_bytes(policy.ledger)
+            results.append({"staged": staged, "digests": digests, "wire": on_wire, "ledger": ledger})
+    return results
+
+
+def test_ends_that_disagree_are_put_right_by_the_lower_stage(llama: Path) -> None:
+    """The digests differ by one nudge, whichever end it hits, so the lower stage's Q crosses, H x r fp32, counted."""
+    basis_bytes = 8 + HIDDEN * R * 4
+    for first, last in zip(*run_ranks(disagreeing, 2, str(llama), Layout(pipeline=2)), strict=True):
+        for name in ("0 forward", "0 backward"):
+            assert torch.equal(first["staged"][name], last["staged"][name])
+        assert first["digests"] == last["digests"]
+        assert first["ledger"] == {"basis forward": basis_bytes, "basis backward": basis_bytes}
+        assert last["ledger"] == {"basis forward": 8, "basis backward": 8}
+        assert first["wire"] == 2 * basis_bytes and last["wire"] == 16

@@ -219,7 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=5, help="iterations between validations")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--scale", type=float, default=2.0, help="final scale of the matrices, norms inversely")
+    parser.add_argument("--scale", type=float, default=3.0, help="final scale of the matrices, norms inversely")
     parser.add_argument("--direct", type=float, default=0.40, help="share of direct answers")
     parser.add_argument("--slip", type=float, default=0.05, help="chance that a running total is wrong")
     parser.add_argument("--recheck", type=float, default=0.15, help="chance that the last total is repeated")

@@ -17,6 +17,7 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partitioned_param_coordinator
 
 from megatron_grpo.config import OptimConfig
@@ -85,8 +86,9 @@ def deepspeed_runtime(groups: ParallelGroups) -> Iterator[None]:
     """
 
     def same_in_data_group(ints: list[int]) -> None:
-        mine = torch.tensor(ints, dtype=torch.int64)
-        low, high = torch.tensor([len(ints)]), torch.tensor([-len(ints)])
+        device = get_accelerator().current_device_name()
+        mine = torch.tensor(ints, dtype=torch.int64, device=device)
+        low, high = (torch.tensor([bound], device=device) for bound in (len(ints), -len(ints)))
         for bound in (low, high):
             dist.all_reduce(bound, op=dist.ReduceOp.MIN, group=groups.data)
         first = mine.clone() if low.item() == -high.item() else None

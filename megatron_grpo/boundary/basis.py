@@ -27,7 +27,7 @@ class Basis:
 
     def stage(self, sketch_Hr: torch.Tensor) -> torch.Tensor:
         """Close the sketch: stage orth(V), to be used from the next :meth:`commit` on; returns it."""
-        self.staged = orthonormal(sketch_Hr)
+        self.staged = orthonormal(sketch_Hr).contiguous()
         self.sketch = None
         return self.staged
 

@@ -125,7 +125,7 @@ def carrying_rows_by_hand(batch: Batch, micro_batch: int) -> list[list[int]]:
 
 
 def counted(rank: int, world: int, model: str, layout: Layout) -> list[tuple[Any, ...]]:
-    """(coding, pass, bytes on the wire forward and backward, the ledger's, its dense total) of every coding and pass."""
+    """(codec, payload, kind, bytes on the wire each way, the ledger's, its dense total) of every coding and pass."""
     cfg = config(Path(model), layout)
     found = []
     with policy_of(cfg) as base:

@@ -152,7 +152,7 @@ class CodecP2PCommunicator(P2PCommunicator):
                 self._agree(basis.stage(sketch), peer, way, lower=lower)
 
     def _agree(self, basis_Hr: torch.Tensor, peer: int | None, way: Direction, *, lower: bool) -> None:
-        mine = basis_digest(basis_Hr)
+        mine = basis_digest(basis_Hr).to(basis_Hr.device)
         theirs = torch.empty_like(mine)
         self._swap(mine, theirs, peer)
         self.ledger.add("pipeline", "basis", way, sent=mine.nbytes)

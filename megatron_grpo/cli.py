@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,7 @@ def train(
             _check_resume(cfg, target, resume)
         if "RANK" in os.environ:
             _check_world(cfg, world)
+            _quiet_engines()
             from megatron_grpo.training.loop import train as train_on_this_rank
 
             raise typer.Exit(train_on_this_rank(cfg, target, resume))
@@ -99,6 +101,7 @@ def evaluate(
         from megatron_grpo.launch import require_engines
 
         require_engines()
+        _quiet_engines()
         from megatron_grpo.training.evaluate import evaluate as score
 
         scores: dict[str, Any] = score(cfg)
@@ -148,6 +151,11 @@ def _eval_target(target: Path, config: Path | None) -> tuple[Path, Path]:
     if (target / "policy" / "config.json").is_file():
         return target / "policy", config or target / "config.yaml"
     raise ConfigError(f"{target}: is neither a model directory nor a finished run; give one that holds config.json")
+
+
+def _quiet_engines() -> None:
+    """Megatron warns at import, on every rank, of each optional package that it does without; nobody can act on it."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
 
 
 def _is_first_rank() -> bool:

@@ -282,7 +282,7 @@ def test_reported_logprobs_are_a_full_recompute(ranks: list[dict[str, Sampled]],
         torch.testing.assert_close(mine, expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("scene, limit", [("codec", 1e-4), ("mask", 1e-4), ("codec_bfloat16", 5e-2)])
+@pytest.mark.parametrize("scene, limit", [("codec", 1e-4), ("mask", 1e-4), ("codec_bfloat16", 1e-3)])
 def test_through_the_codec_sampler_and_trainer_are_one_policy(
     ranks: list[dict[str, Sampled]], scene: str, limit: float
 ) -> None:

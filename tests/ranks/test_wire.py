@@ -18,9 +18,10 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_grpo.backends.megatron.p2p import CodecP2PCommunicator, Pass
-from megatron_grpo.backends.megatron.schedule import forward_backward, forward_only
+from megatron_grpo.backends.megatron.schedule import ModelInput, forward_backward, forward_only
 from megatron_grpo.boundary import basis as basis_module
 from megatron_grpo.boundary.basis import Basis
+from megatron_grpo.config import Config
 from megatron_grpo.ops.lowrank import basis_digest, orthonormal
 from megatron_grpo.parallel.groups import Layout
 from megatron_grpo.parallel.link import DIRECTIONS, KINDS, Kind, Ledger
@@ -36,12 +37,50 @@ WIDTH = {"identity": HIDDEN, "lowrank": R, "mask": R}
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 CODINGS = [(codec, payload) for codec in WIDTH for payload in ITEMSIZE]
 PASSES: list[tuple[Kind, bool]] = [("fast", False), ("old_logprob", False), ("anchor", True)]
+COUNTED = 4  # sequences, in micro-batches of two
 LAYOUTS = {"pp2": Layout(pipeline=2), "pp4": Layout(pipeline=4), "tp2pp2": Layout(pipeline=2, tensor=2)}
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("llama"))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank found, in one start of the ranks; see the functions of the same names."""
+
+    counted: list[tuple[Any, ...]]
+    crossing: dict[str, Any]
+    plain_and_identity: list[tuple[list[torch.Tensor], dict[str, torch.Tensor]]]
+    refreshed: dict[str, dict[str, Any]]
+
+
+def everything(rank: int, world: int, model: str, layout: Layout) -> Found:
+    cfg = config(Path(model), layout)
+    with policy_of(cfg) as policy:
+        return Found(
+            counted=counted(policy, cfg),
+            crossing=crossing(policy, cfg),
+            plain_and_identity=plain_and_identity(policy),
+            refreshed={payload: refreshed(policy, cfg, payload) for payload in ITEMSIZE},
+        )
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS, scope="module")
+def layout(request: pytest.FixtureRequest) -> Layout:
+    chosen: Layout = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def ranks(layout: Layout, llama: Path) -> list[Found]:
+    return run_ranks(everything, layout.world_size, str(llama), layout)
+
+
+@pytest.fixture(scope="module")
+def two(llama: Path) -> list[Found]:
+    return run_ranks(everything, 2, str(llama), Layout(pipeline=2))
 
 
 @dataclass
@@ -86,14 +125,15 @@ def door(link: P2PCommunicator) -> Iterator[list[tuple[str, torch.Tensor]]]:
         yield seen
 
 
-def rewired(policy: Policy, model: str, layout: Layout, **boundary: Any) -> Policy:
+def rewired(policy: Policy, cfg: Config, **boundary: Any) -> Policy:
     """The policy with a fresh hook and ledger; a policy takes a second to build, a hook nothing."""
     ledger = Ledger()
-    link = build_link(config(Path(model), layout, boundary=boundary), policy.stage, policy.groups, ledger)
+    cfg = config(Path(cfg.model.path), policy.groups.layout, boundary=boundary)
+    link = build_link(cfg, policy.stage, policy.groups, ledger)
     return replace(policy, link=link, ledger=ledger)
 
 
-def run_pass(policy: Policy, cfg: Any, plan: Pass, batch: Batch) -> None:
+def run_pass(policy: Policy, cfg: Config, plan: Pass, batch: Batch) -> None:
     """One pass of ``batch`` as training makes it: forward alone for old log-probs, else forward and backward."""
     replay = replay_of(batch, policy)
     if plan.kind == "old_logprob":
@@ -124,32 +164,28 @@ def carrying_rows_by_hand(batch: Batch, micro_batch: int) -> list[list[int]]:
     return chosen
 
 
-def counted(rank: int, world: int, model: str, layout: Layout) -> list[tuple[Any, ...]]:
+def counted(base: Policy, cfg: Config) -> list[tuple[Any, ...]]:
     """(codec, payload, kind, bytes on the wire each way, the ledger's, its dense total) of every coding and pass."""
-    cfg = config(Path(model), layout)
     found = []
-    with policy_of(cfg) as base:
-        for codec, payload in CODINGS:
-            for kind, dense in PASSES:
-                policy = rewired(base, model, layout, codec=codec, payload=payload, rank=R)
-                with wiretap() as wire:
-                    run_pass(policy, cfg, Pass(kind, dense=dense, observe=dense), minibatch())
-                on_wire = (wire.bytes(forward=True), wire.bytes(forward=False))
-                ledger = ledger_bytes(policy.ledger)
-                counts = policy.ledger.take()
-                found.append((codec, payload, kind, on_wire, ledger, int(counts[len(counts) // 2 :].sum())))
+    for codec, payload in CODINGS:
+        for kind, dense in PASSES:
+            policy = rewired(base, cfg, codec=codec, payload=payload, rank=R)
+            with wiretap() as wire:
+                run_pass(policy, cfg, Pass(kind, dense=dense, observe=dense), minibatch(COUNTED))
+            on_wire = (wire.bytes(forward=True), wire.bytes(forward=False))
+            ledger = ledger_bytes(policy.ledger)
+            counts = policy.ledger.take()
+            found.append((codec, payload, kind, on_wire, ledger, int(counts[len(counts) // 2 :].sum())))
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_bytes_are_the_ledger_and_the_formula(llama: Path, layout: Layout) -> None:
+def test_bytes_are_the_ledger_and_the_formula(ranks: list[Found], layout: Layout) -> None:
     """rows x numbers x bytes a message; tensor ranks share it, the last share padded to the size of the others."""
-    batch = minibatch()
+    batch = minibatch(COUNTED)
     per_micro = [len(rows) for rows in carrying_rows_by_hand(batch, 2)]
     assert sum(per_micro) == int(batch.prompt_lengths_B.sum() + batch.response_lengths_B.sum()) - len(batch)
     assert sum(per_micro) == int(batch.carrying_BT().sum())
-    results = run_ranks(counted, layout.world_size, str(llama), layout)
-    for rank, found in enumerate(results):
+    for rank, found in enumerate(result.counted for result in ranks):
         stage = layout.coordinates(rank).pipeline
         sends = (stage < layout.pipeline - 1, stage > 0)
         assert len(found) == len(CODINGS) * len(PASSES)
@@ -166,10 +202,9 @@ def test_bytes_are_the_ledger_and_the_formula(llama: Path, layout: Layout) -> No
             assert dense == messages * sum(per_micro) * HIDDEN * 2 * owner
 
 
-def crossing(rank: int, world: int, model: str, layout: Layout) -> dict[str, Any]:
+def crossing(policy: Policy, cfg: Config) -> dict[str, Any]:
     """One identity pass on two stages: what each side of the boundary saw, and what lay on the wire."""
-    cfg = config(Path(model), layout)
-    with policy_of(cfg) as policy, wiretap() as wire, door(policy.link) as seen:
+    with wiretap() as wire, door(policy.link) as seen:
         run_pass(policy, cfg, Pass("fast"), minibatch())
         arrived = [x for name, x in seen if name.startswith("from")]
         return {
@@ -183,14 +218,10 @@ def crossing(rank: int, world: int, model: str, layout: Layout) -> dict[str, Any
         }
 
 
-@pytest.fixture(scope="module")
-def crossed(llama: Path) -> list[dict[str, Any]]:
-    return run_ranks(crossing, 2, str(llama), Layout(pipeline=2))
-
-
-def test_only_carrying_rows_cross_and_arrive_in_place(crossed: list[dict[str, Any]]) -> None:
+def test_only_carrying_rows_cross_and_arrive_in_place(two: list[Found]) -> None:
     chosen = carrying_rows_by_hand(minibatch(), 2)
-    for sender, receiver in (crossed, crossed[::-1]):
+    first, last = (found.crossing for found in two)
+    for sender, receiver in ((first, last), (last, first)):
         assert len(sender["sent"]) == len(sender["wire"]) == len(receiver["arrived"]) == len(chosen)
         for rows, x, message, y in zip(chosen, sender["sent"], sender["wire"], receiver["arrived"], strict=True):
             flat = x.reshape(-1, HIDDEN)
@@ -201,10 +232,10 @@ def test_only_carrying_rows_cross_and_arrive_in_place(crossed: list[dict[str, An
             assert torch.equal(y, wanted.view_as(x))
 
 
-def test_received_tensors_are_fresh_leaves(crossed: list[dict[str, Any]]) -> None:
+def test_received_tensors_are_fresh_leaves(two: list[Found]) -> None:
     """What Megatron's schedule needs: it sets and reads ``.grad`` of what arrived from the previous stage."""
-    first, last = crossed
-    for result in crossed:
+    first, last = (found.crossing for found in two)
+    for result in (first, last):
         assert result["leaves"] == [(True, True, True)] * 4
         assert result["distinct"]
     assert (first["graded"], last["graded"]) == (0, 4)
@@ -217,31 +248,27 @@ class PlainP2P(P2PCommunicator):
         return nullcontext()
 
 
-def plain_and_identity(rank: int, world: int, model: str, layout: Layout) -> list[Any]:
+def plain_and_identity(policy: Policy) -> list[tuple[list[torch.Tensor], dict[str, torch.Tensor]]]:
     """Logits and gradients of one pass with Megatron's communicator, then with ours."""
-    cfg = config(Path(model), layout)
     results = []
-    with policy_of(cfg) as policy:
-        plain = PlainP2P(policy.groups.pipeline, policy.stage.module.config)
-        inputs, _ = model_inputs(replay_of(minibatch(), policy), 2)
+    plain = PlainP2P(policy.groups.pipeline, policy.stage.module.config)
+    inputs, _ = model_inputs(replay_of(minibatch(), policy), 2)
 
-        def loss(logits_BSV: torch.Tensor, micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            weights = torch.linspace(-1, 1, logits_BSV.shape[-1])
-            return (logits_BSV.log_softmax(-1) * weights).mean(), logits_BSV.detach().clone()
+    def loss(logits_BSV: torch.Tensor, micro: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = torch.linspace(-1, 1, logits_BSV.shape[-1])
+        return (logits_BSV.log_softmax(-1) * weights).mean(), logits_BSV.detach().clone()
 
-        for link in (plain, policy.link):
-            policy.stage.module.zero_grad(set_to_none=True)
-            outputs = forward_backward(policy.stage, link, inputs, Pass("fast"), loss, scale=1.0)
-            gradients = {name: p.grad.clone() for name, p in policy.stage.module.named_parameters()}
-            results.append((outputs, gradients))
+    for link in (plain, policy.link):
+        policy.stage.module.zero_grad(set_to_none=True)
+        outputs = forward_backward(policy.stage, link, inputs, Pass("fast"), loss, scale=1.0)
+        gradients = {name: p.grad.clone() for name, p in policy.stage.module.named_parameters()}
+        results.append((outputs, gradients))
     return results
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_identity_is_megatrons_own_communicator_bit_for_bit(llama: Path, layout: Layout) -> None:
-    results = run_ranks(plain_and_identity, layout.world_size, str(llama), layout)
-    assert len(results[-1][0][0]) == 4
-    for (plain_outputs, plain_gradients), (our_outputs, our_gradients) in results:
+def test_identity_is_megatrons_own_communicator_bit_for_bit(ranks: list[Found]) -> None:
+    assert len(ranks[-1].plain_and_identity[0][0]) == 4
+    for (plain_outputs, plain_gradients), (our_outputs, our_gradients) in (x.plain_and_identity for x in ranks):
         assert all(torch.equal(a, b) for a, b in zip(plain_outputs, our_outputs, strict=True))
         assert plain_gradients and plain_gradients.keys() == our_gradients.keys()
         assert all(torch.equal(our_gradients[name], g) for name, g in plain_gradients.items())
@@ -258,28 +285,26 @@ def bases_of(link: CodecP2PCommunicator) -> dict[str, Basis]:
     return named
 
 
-def refreshed(rank: int, world: int, model: str, layout: Layout, payload: str) -> dict[str, Any]:
+def refreshed(base: Policy, cfg: Config, payload: str) -> dict[str, Any]:
     """A dense observing pass, a refresh, a compressed pass before the commit and one after it."""
-    cfg = config(Path(model), layout)
-    with policy_of(cfg) as base:
-        policy = rewired(base, model, layout, codec="lowrank", payload=payload, rank=R)
-        bases = bases_of(policy.link)
-        result: dict[str, Any] = {"old": {name: basis.current.clone() for name, basis in bases.items()}}
-        with door(policy.link) as seen:
-            run_pass(policy, cfg, Pass("anchor", dense=True, observe=True), minibatch())
-        result["sent"] = seen
-        policy.ledger.take()
-        with wiretap() as wire:
-            policy.link.refresh(policy.groups.data)
-        result["refresh"] = (wire.bytes(forward=True) + wire.bytes(forward=False), ledger_bytes(policy.ledger))
-        result["staged"] = {name: basis.staged.clone() for name, basis in bases.items()}
-        for moment in ("before", "after"):
-            with wiretap() as wire, door(policy.link) as seen:
-                run_pass(policy, cfg, Pass("fast"), minibatch())
-            result[moment] = ([tensor for _, tensor in wire.messages], [x for name, x in seen if "send" in name])
-            policy.link.commit()
-        result["new"] = {name: basis.current.clone() for name, basis in bases.items()}
-        return result
+    policy = rewired(base, cfg, codec="lowrank", payload=payload, rank=R)
+    bases = bases_of(policy.link)
+    result: dict[str, Any] = {"old": {name: basis.current.clone() for name, basis in bases.items()}}
+    with door(policy.link) as seen:
+        run_pass(policy, cfg, Pass("anchor", dense=True, observe=True), minibatch())
+    result["sent"] = seen
+    policy.ledger.take()
+    with wiretap() as wire:
+        policy.link.refresh(policy.groups.data)
+    result["refresh"] = (wire.bytes(forward=True) + wire.bytes(forward=False), ledger_bytes(policy.ledger))
+    result["staged"] = {name: basis.staged.clone() for name, basis in bases.items()}
+    for moment in ("before", "after"):
+        with wiretap() as wire, door(policy.link) as seen:
+            run_pass(policy, cfg, Pass("fast"), minibatch())
+        result[moment] = ([tensor for _, tensor in wire.messages], [x for name, x in seen if "send" in name])
+        policy.link.commit()
+    result["new"] = {name: basis.current.clone() for name, basis in bases.items()}
+    return result
 
 
 def reference_refresh(rows: list[torch.Tensor], q: torch.Tensor) -> torch.Tensor:
@@ -290,9 +315,9 @@ def reference_refresh(rows: list[torch.Tensor], q: torch.Tensor) -> torch.Tensor
 
 
 @pytest.mark.parametrize("payload", ITEMSIZE)
-def test_both_ends_refresh_to_the_same_basis_and_use_it_after_the_commit(llama: Path, payload: str) -> None:
+def test_both_ends_refresh_to_the_same_basis_and_use_it_after_the_commit(two: list[Found], payload: str) -> None:
     """One power step over the rows as they crossed: the sender too learns from what the receiver decoded."""
-    first, last = run_ranks(refreshed, 2, str(llama), Layout(pipeline=2), payload)
+    first, last = (found.refreshed[payload] for found in two)
     chosen = carrying_rows_by_hand(minibatch(), 2)
     dtype = getattr(torch, payload)
     for name, sender in (("0 forward", first), ("0 backward", last)):
@@ -317,9 +342,8 @@ def sends_of(result: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     return [(name, x) for name, x in result["sent"] if "send" in name]
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS["pp4"], LAYOUTS["tp2pp2"]], ids=["pp4", "tp2pp2"])
-def test_every_rank_of_a_boundary_holds_its_basis(llama: Path, layout: Layout) -> None:
-    results = run_ranks(refreshed, layout.world_size, str(llama), layout, "bfloat16")
+def test_every_rank_of_a_boundary_holds_its_basis(ranks: list[Found], layout: Layout) -> None:
+    results = [found.refreshed["bfloat16"] for found in ranks]
     names = {name for result in results for name in result["new"]}
     assert len(names) == 2 * (layout.pipeline - 1)
     for name in names:
@@ -341,7 +365,7 @@ def disagreeing(rank: int, world: int, model: str, layout: Layout) -> list[dict[
     results = []
     with policy_of(cfg) as base:
         for wrong in range(world):
-            policy = rewired(base, model, layout, codec="lowrank", payload="float32", rank=R)
+            policy = rewired(base, cfg, codec="lowrank", payload="float32", rank=R)
             run_pass(policy, cfg, Pass("anchor", dense=True, observe=True), minibatch())
             policy.ledger.take()
             nudge = partial(nudged, amount=1e-6 if rank == wrong else 0.0)

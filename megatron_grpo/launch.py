@@ -42,7 +42,11 @@ def start_local(arguments: list[str], ranks: int, parallel: ParallelConfig) -> i
         os.killpg(launcher.pid, signal.SIGKILL)
     if received:
         return 128 + received[0]
-    return code if code >= 0 else 128 - code
+    # A rank that a signal ended: the launcher exits with the signal's number, negative; one byte of that is 256 - N.
+    signalled = -code if code < 0 else 256 - code if code > 256 - signal.NSIG else 0
+    if signalled:
+        sys.stderr.write(f"a rank was ended by signal {signalled}\n")
+    return 128 + signalled if signalled else code
 
 
 def require_engines() -> None:

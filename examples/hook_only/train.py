@@ -96,13 +96,13 @@ def train(steps: int, refresh_every: int) -> list[dict[str, float]]:
         refresh_every: every so many steps, from step 0 on, one goes uncompressed and the bases learn from it.
     """
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
-    with megatron_runtime():  # what Megatron needs on a machine without CUDA
-        return train_stage(steps, refresh_every)
-
-
-def train_stage(steps: int, refresh_every: int) -> list[dict[str, float]]:
-    """The training loop of one rank, as :func:`train` says."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    with megatron_runtime(device):  # what Megatron needs on a machine without CUDA
+        return train_stage(steps, refresh_every, device)
+
+
+def train_stage(steps: int, refresh_every: int, device: torch.device) -> list[dict[str, float]]:
+    """The training loop of one rank, as :func:`train` says."""
     torch.manual_seed(SEED)
     model, data = build_model(device), random_data(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -19,7 +19,7 @@ class Merger(Protocol):
     """Whether a fire must know the fast gradient of the tick it replays."""
 
     def arrive(self, m: Shards, fast_then: Shards | None) -> None:
-        """The anchor fired: ``m`` is the new M, ``fast_then`` the compressed gradient of the replayed tick."""
+        """The anchor fired: ``m`` is the new M, ``fast_then`` the replayed tick's compressed gradient, if finite."""
         ...
 
     def merge(self, fast: Shards, m: Shards) -> float:
@@ -74,11 +74,13 @@ class DelayedEf(NoMerger):
         self._excess: Shards | None = None
 
     def arrive(self, m: Shards, fast_then: Shards | None) -> None:
-        assert fast_then is not None, "delayed_ef needs the fast gradient of the replayed tick"
+        if fast_then is None:  # it was not finite: the excess before it stays in force
+            return
         self._excess = [anchor - fast for anchor, fast in zip(m, fast_then, strict=True)]
 
     def merge(self, fast: Shards, m: Shards) -> float:
-        assert self._excess is not None, "merge before the first fire"
+        if self._excess is None:
+            return 0.0
         for gradient, excess in zip(fast, self._excess, strict=True):
             gradient.copy_(delayed_ef(gradient, excess, self.lam))
         return self.lam
@@ -100,7 +102,7 @@ def build_merger(cfg: MergerConfig) -> Merger:
 
 
 class AnchorMemory:
-    """M: the running mean of anchor gradients on this rank's shards, updated at fires only."""
+    """M: the running mean of anchor gradients on this rank's shards, fp32, updated at fires only."""
 
     def __init__(self, beta: float) -> None:
         self._beta = beta
@@ -109,7 +111,7 @@ class AnchorMemory:
     def arrive(self, gradients: Sequence[torch.Tensor]) -> Shards:
         """M <- beta * M + (1 - beta) * g, the first g taken whole; returns M."""
         if self.m is None:
-            self.m = [gradient.clone() for gradient in gradients]
+            self.m = [gradient.float().clone() for gradient in gradients]
         else:
             self.m = [ema(old, new, self._beta) for old, new in zip(self.m, gradients, strict=True)]
         return self.m

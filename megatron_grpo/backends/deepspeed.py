@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
@@ -20,6 +19,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partitioned_param_coordinator
 
+from megatron_grpo.backends.apex import nvidia_apex_available
+from megatron_grpo.backends.patching import replaced
 from megatron_grpo.config import OptimConfig
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import ParallelGroups
@@ -99,14 +100,29 @@ def deepspeed_runtime(groups: ParallelGroups) -> Iterator[None]:
 
     with ExitStack() as stack:
         name = "assert_ints_same_as_other_ranks"
-        stack.enter_context(mock.patch.object(partitioned_param_coordinator, name, same_in_data_group))
-        stack.enter_context(mock.patch.object(_backend_module(), "build_shm_op", lambda: None))
+        stack.enter_context(replaced(partitioned_param_coordinator, name, same_in_data_group))
+        stack.enter_context(replaced(_backend_module(), "build_shm_op", lambda: None))
         yield
 
 
 def _backend_module() -> ModuleType:
     """``deepspeed.comm.torch``, which as an attribute is hidden by the torch that its package imports."""
     return import_module("deepspeed.comm.torch")
+
+
+def _adamw(module: torch.nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW; NVIDIA Apex's fused one where that is installed and the weights are on a GPU."""
+    kind: Any = torch.optim.AdamW
+    if nvidia_apex_available() and next(module.parameters()).is_cuda:
+        kind = import_module("apex.optimizers").FusedAdam
+    optimizer: torch.optim.Optimizer = kind(
+        module.parameters(),
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+    )
+    return optimizer
 
 
 class PolicyEngine:
@@ -133,13 +149,7 @@ class PolicyEngine:
         self.groups = groups
         self.zero_stage: int = settings["zero_optimization"]["stage"]
         self._tied_copy = tied_copy
-        optimizer = torch.optim.AdamW(
-            module.parameters(),
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        )
+        optimizer = _adamw(module, optim)
         self._parameters = list(module.parameters())
         settings = {key: value for key, value in settings.items() if key != "optimizer"}
         self.engine, *_ = deepspeed.initialize(

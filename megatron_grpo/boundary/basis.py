@@ -26,9 +26,15 @@ class Basis:
         self.sketch = part if self.sketch is None else self.sketch.add_(part)
 
     def stage(self, sketch_Hr: torch.Tensor) -> torch.Tensor:
-        """Close the sketch: stage orth(V), to be used from the next :meth:`commit` on; returns it."""
-        self.staged = orthonormal(sketch_Hr).contiguous()
+        """Close the sketch: stage orth(V), to be used from the next :meth:`commit` on; returns what will be in use.
+
+        A sketch that is zero or not finite teaches nothing (no gradient crossed, or a bad one): Q stays. Both ends hold
+        the same sketch, so they decide alike.
+        """
         self.sketch = None
+        if not bool(sketch_Hr.isfinite().all()) or not bool(sketch_Hr.any()):
+            return self.current
+        self.staged = orthonormal(sketch_Hr).contiguous()
         return self.staged
 
     def commit(self) -> None:

@@ -50,7 +50,7 @@ def build_codecs(cfg: BoundaryConfig, *, hidden: int, index: int, seed: int) -> 
         if kind == "mask":
             return MaskCodec(hidden, cfg.rank, dtype, seed_of(seed, index, direction))
         if shared is not None:
-            return LowRankCodec(shared, dtype, learns=direction == "forward")
+            return LowRankCodec(shared, dtype, learns=direction == "forward" and cfg.basis == "anchor")
         return LowRankCodec(basis(direction), dtype, learns=cfg.basis == "anchor")
 
     return BoundaryCodecs(

@@ -20,6 +20,7 @@ def check_config(config: Config) -> list[str]:
     errors = [
         *_geometry(config),
         *_circuit(config),
+        *_shared_basis(config),
         *_engine(config),
         *data_errors(config.data),
         *_logging(config),
@@ -139,6 +140,15 @@ def _circuit(config: Config) -> Iterator[str]:
         )
     if kind != "none":
         yield f"merger.kind={kind}: has no gradient without an anchor; use none or anchor.enabled=true"
+
+
+def _shared_basis(config: Config) -> Iterator[str]:
+    boundary = config.boundary
+    if boundary.shared_basis and {boundary.codec_of("forward"), boundary.codec_of("backward")} != {"lowrank"}:
+        yield (
+            "boundary.shared_basis=true: needs the lowrank codec in both directions; "
+            "set boundary.codec=lowrank, or shared_basis=false"
+        )
 
 
 def _engine(config: Config) -> list[str]:

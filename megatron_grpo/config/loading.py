@@ -4,6 +4,7 @@ import difflib
 import json
 import os
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from .checks import check_config
 from .errors import ConfigError
 from .root import Config
 
@@ -58,9 +60,26 @@ def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None
         config = Config.model_validate(raw)
     except ValidationError as error:
         errors += [_describe(detail) for detail in error.errors()]
+        errors += _errors_beside(raw, error)
     if errors:
         raise ConfigError("\n".join(errors))
     return config
+
+
+def _errors_beside(raw: Raw, error: ValidationError) -> list[str]:
+    """What else is wrong: combinations of the keys that are right, the wrong ones at their defaults."""
+    rest = deepcopy(raw)
+    for detail in error.errors():
+        *sections, name = detail["loc"]
+        parent: Any = rest
+        for section in sections:
+            parent = parent.get(section) if isinstance(parent, dict) else None
+        if isinstance(parent, dict):
+            parent.pop(name, None)
+    try:
+        return check_config(Config.model_validate(rest))
+    except ValidationError:
+        return []  # nothing to combine, such as no model
 
 
 def write_resolved(config: Config, path: str | os.PathLike[str]) -> None:

@@ -6,7 +6,7 @@ N live rows, H hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -84,6 +84,13 @@ class _Micro:
     logp_BR: torch.Tensor
     live_B: torch.Tensor
     lengths_B: torch.Tensor
+    sends: list[dist.Work] = field(default_factory=list)
+
+    def wait_for_sends(self) -> None:
+        """Let go of what was sent for the column before: its ids are back, so all of it has arrived."""
+        for work in self.sends:
+            work.wait()
+        self.sends.clear()
 
     def record(self, column: int, ids_N: torch.Tensor, rule: SamplingRule) -> None:
         """Enter the ids drawn for the live rows; rows that drew an end token are live no more."""
@@ -120,7 +127,6 @@ class PipelineSampler:
     ) -> None:
         self._stage, self._link, self._groups = stage, link, groups
         self._in_flight, self._ledger, self._hidden, self._device = in_flight, ledger, hidden, device
-        self._pending: list[tuple[dist.Work, torch.Tensor]] = []
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Sequence[int]], row_ids: torch.Tensor, rule: SamplingRule) -> Batch:
@@ -140,9 +146,12 @@ class PipelineSampler:
         micros = self._split(len(prompts), rule)
         padding_BP = torch.arange(prompt_columns, device=self._device) < (prompt_columns - lengths_B)[:, None]
         for column in range(rule.max_response):
+            if column > 0 and not any(bool(micro.live_B.any()) for micro in micros):
+                break
             for number, micro in enumerate(micros):
                 if column > 0:
                     self._learn(micro, column - 1, rule)
+                    micro.wait_for_sends()
                 if not bool(micro.live_B.any()):
                     continue
                 if column == 0:
@@ -155,7 +164,7 @@ class PipelineSampler:
                 self._advance(number, micro, block, row_ids, rule)
         for micro in micros:
             self._learn(micro, rule.max_response - 1, rule)
-        self._drain()
+            micro.wait_for_sends()
         return self._assemble(tokens_BP, lengths_B, micros)
 
     def _split(self, batch: int, rule: SamplingRule) -> list[_Micro]:
@@ -190,7 +199,7 @@ class PipelineSampler:
         out = self._stage.forward(number, x, start)
         if not self._groups.is_last_stage:
             rows_NH = out[carrying_Bn]
-            self._pending.append((self._link.send_rows(rows_NH, positions_N), rows_NH))
+            micro.sends.append(self._link.send_rows(rows_NH, positions_N))
             return
         uniforms_B = row_uniforms(rule.seed, row_ids[micro.rows].to(self._device), column)
         ids_B, logp_B = sample(
@@ -203,7 +212,7 @@ class PipelineSampler:
         )
         micro.logp_BR[:, column] = torch.where(micro.live_B, logp_B, 0.0)
         ids_N = ids_B[micro.live_B].to(torch.int32)
-        self._send_back(ids_N)
+        self._send_back(micro, ids_N)
         micro.record(column, ids_N, rule)
 
     def _learn(self, micro: _Micro, column: int, rule: SamplingRule) -> None:
@@ -214,18 +223,13 @@ class PipelineSampler:
         dist.recv(ids_N, src=self._groups.last_stage_rank, group=self._groups.feedback)
         micro.record(column, ids_N, rule)
 
-    def _send_back(self, ids_N: torch.Tensor) -> None:
+    def _send_back(self, micro: _Micro, ids_N: torch.Tensor) -> None:
         for stage in range(self._groups.layout.pipeline - 1):
             peer = dist.get_global_rank(self._groups.feedback, stage)
             work = dist.isend(ids_N, dst=peer, group=self._groups.feedback)
             assert work is not None
-            self._pending.append((work, ids_N))
+            micro.sends.append(work)
             self._ledger.add("pipeline", self._link.kind, "backward", sent=ids_N.nbytes, dense=ids_N.nbytes)
-
-    def _drain(self) -> None:
-        for work, _ in self._pending:
-            work.wait()
-        self._pending.clear()
 
     def _assemble(self, tokens_BP: torch.Tensor, prompt_lengths_B: torch.Tensor, micros: list[_Micro]) -> Batch:
         lengths_B = torch.cat([micro.lengths_B for micro in micros])

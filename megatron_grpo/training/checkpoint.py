@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.anchor.snapshots import Snapshot
-from megatron_grpo.config import ConfigError
-from megatron_grpo.parallel.groups import Layout
+from megatron_grpo.config import Config, ConfigError
 from megatron_grpo.rollout.batch import Batch
-from megatron_grpo.training.files import CheckpointFolder, tick_of, write_json_atomic
+from megatron_grpo.training.files import CheckpointFolder, write_json_atomic
 from megatron_grpo.training.loss import Replay
 from megatron_grpo.training.policy import Policy
 from megatron_grpo.training.tick import TickRunner
@@ -32,15 +31,31 @@ class Progress:
 
     steps: int
     validation_start: dict[str, float]
-    seconds: float
 
 
-def save_checkpoint(folder: CheckpointFolder, tick: int, policy: Policy, ticks: TickRunner, progress: Progress) -> None:
-    """Write a checkpoint after ``tick`` ticks. Collective: every rank; rank 0 makes and renames the folder.
+def fixed_settings(cfg: Config) -> dict[str, Any]:
+    """What a checkpoint's state means only under: a run that goes on must have the same."""
+    keys = ("boundary", "anchor", "merger")
+    whole = cfg.dump()
+    return {
+        **{key: whole[key] for key in keys},
+        "parallel": {key: whole["parallel"][key] for key in ("tensor", "pipeline", "data")},
+        "deepspeed": {"zero_stage": cfg.zero_stage},
+        "model": {"dtype": cfg.model.dtype},
+        "grpo": {"minibatches": cfg.grpo.minibatches},
+        "train": {"seed": cfg.train.seed},
+    }
+
+
+def save_checkpoint(
+    cfg: Config, folder: CheckpointFolder, policy: Policy, ticks: TickRunner, progress: Progress
+) -> None:
+    """Write a checkpoint after the steps of ``progress``. Collective: every rank; rank 0 makes and renames the folder.
 
     Raises:
         CheckpointError: with a full disk; the earlier checkpoints stay.
     """
+    tick = progress.steps * cfg.grpo.minibatches
     leads = policy.groups.rank == 0
     with folder.saving(tick) if leads else nullcontext():
         dist.barrier()
@@ -49,26 +64,28 @@ def save_checkpoint(folder: CheckpointFolder, tick: int, policy: Policy, ticks: 
             policy.engine.save(target, ENGINE)
             torch.save(_rank_state(policy, ticks), target / _rank_file(policy.groups.rank))
         if leads:
-            topology = {"layout": asdict(policy.groups.layout), "zero_stage": policy.engine.zero_stage}
-            write_json_atomic(target / RUN_FILE, asdict(progress) | topology)
+            write_json_atomic(target / RUN_FILE, asdict(progress) | {"settings": fixed_settings(cfg)})
         dist.barrier()
     dist.barrier()
 
 
-def read_progress(checkpoint: Path, layout: Layout, zero_stage: int) -> Progress:
+def read_progress(checkpoint: Path, cfg: Config) -> Progress:
     """Where the run of ``checkpoint`` stood.
 
     Raises:
-        ConfigError: it was written at another topology.
+        ConfigError: it was written under settings that its state does not fit, each named.
     """
     state = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
-    written = (state["layout"], state["zero_stage"])
-    if written != (asdict(layout), zero_stage):
-        raise ConfigError(
-            f"--resume={checkpoint}: written with {written[0]} at ZeRO {written[1]}, this run has {asdict(layout)} at "
-            f"ZeRO {zero_stage}; resume with the same parallel.* and deepspeed.config"
-        )
-    return Progress(state["steps"], state["validation_start"], state["seconds"])
+    written = state["settings"]
+    differing = [
+        f"{section}.{key}={value!r}: {checkpoint} was written with {written[section].get(key)!r}; resume with the same"
+        for section, values in fixed_settings(cfg).items()
+        for key, value in values.items()
+        if written[section].get(key) != value
+    ]
+    if differing:
+        raise ConfigError("\n".join(differing))
+    return Progress(state["steps"], state["validation_start"])
 
 
 def load_checkpoint(checkpoint: Path, policy: Policy, ticks: TickRunner) -> None:
@@ -82,11 +99,6 @@ def load_checkpoint(checkpoint: Path, policy: Policy, ticks: TickRunner) -> None
     state["ticks"]["snapshots"]["held"] = {tick: _snapshot(plain) for tick, plain in held.items()}
     ticks.load_state_dict(state["ticks"])
     torch.set_rng_state(state["rng"].cpu())
-
-
-def completed_ticks(checkpoint: Path) -> int:
-    """Ticks done before ``checkpoint`` was written."""
-    return tick_of(checkpoint)
 
 
 def _rank_file(rank: int) -> str:

@@ -11,10 +11,10 @@ from megatron_grpo.training.policy import Policy
 StageWeights = dict[tuple[int, int], dict[str, torch.Tensor]]
 
 
-def export_policy(policy: Policy, target: Path, source: Path) -> None:
-    """Write the policy to ``target``, with config and tokenizer from ``source``. Collective: every rank.
+def export_policy(policy: Policy, target: Path, *, source: Path, tokenizer: Path) -> None:
+    """Write the policy to ``target``, with the config of ``source`` and the files of ``tokenizer``.
 
-    Rank 0 gathers the first replica's stages; it needs room for the whole model in host memory.
+    Collective: every rank. Rank 0 gathers the first replica's stages; it needs room for the whole model in host memory.
     """
     groups = policy.groups
     with policy.engine.whole_parameters():
@@ -28,5 +28,7 @@ def export_policy(policy: Policy, target: Path, source: Path) -> None:
             dist.gather_object((place, mine), gathered if groups.rank == 0 else None, dst=0, group=groups.model)
             if groups.rank == 0:
                 stages: StageWeights = dict(item for item in gathered if item is not None)
-                write_hf(target, hf_weights(stages, policy.shape, list(policy.stage.split)), source)
+                write_hf(
+                    target, hf_weights(stages, policy.shape, list(policy.stage.split)), source, tokenizer_dir=tokenizer
+                )
     dist.barrier()

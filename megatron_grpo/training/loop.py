@@ -32,7 +32,7 @@ from megatron_grpo.training.scoring import Scorer
 from megatron_grpo.training.step import Row, StepRunner
 from megatron_grpo.training.view import build_view
 
-CONFIG_ERROR_GRACE_S = 3.0
+CONFIG_ERROR_GRACE_S = 10.0
 """The launcher ends the other ranks sooner once rank 0 has ended."""
 
 STOPPED_BY_SIGNAL = 143
@@ -80,7 +80,8 @@ def process_group(cfg: Config) -> Iterator[tuple[ParallelGroups, torch.device]]:
     parallel = cfg.parallel
     backend = parallel.backend
     if backend == "auto":
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+        backend = "nccl" if cuda else "gloo"
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -115,7 +116,6 @@ class _Run:
         self._cfg, self._run_dir, self._groups, self._device = cfg, run_dir, groups, device
         self._checkpoints = CheckpointFolder(run_dir / "checkpoints", cfg.train.keep)
         self._stop = False
-        self._started = time.monotonic()
 
     def go(self, resume: str | None) -> int:
         cfg = self._cfg
@@ -126,20 +126,22 @@ class _Run:
         checkpoint = self._checkpoints.resolve(resume, note=self._say) if resume else None
         with policy_runtime(cfg, self._groups, deepspeed_settings(cfg), self._device) as policy:
             steps = StepRunner(cfg, policy, task, scorer)
-            progress = Progress(0, {}, 0.0)
+            progress = Progress(0, {})
             if checkpoint is not None:
-                progress = read_progress(checkpoint, self._groups.layout, policy.engine.zero_stage)
+                progress = read_progress(checkpoint, cfg)
                 load_checkpoint(checkpoint, policy, steps.ticks)
             record = self._open_record(progress)
             if not progress.validation_start:
-                progress = Progress(0, steps.validate(), 0.0)
+                progress = Progress(0, steps.validate())
             record.log(_scores("before training", progress.validation_start))
             progress = self._steps(steps, policy, record, progress)
             if self._stop:
                 record.close({"status": "stopped", "validation_start": progress.validation_start})
                 return STOPPED_BY_SIGNAL
             target = self._run_dir / "policy"
-            export_policy(policy, target, Path(cfg.model.path))
+            export_policy(
+                policy, target, source=Path(cfg.model.path), tokenizer=Path(cfg.tokenizer.path or cfg.model.path)
+            )
             record.close(
                 {
                     "status": "finished",
@@ -161,11 +163,10 @@ class _Run:
                 rows[-1] |= steps.validate()
             for row in rows:
                 record.write_row(row)
-            progress = Progress(done, progress.validation_start, time.monotonic() - self._started)
+            progress = Progress(done, progress.validation_start)
             self._stop = self._any_rank(self._stop)
             if done % train.save_every == 0 or done == train.steps or self._stop:
-                tick = done * self._cfg.grpo.minibatches
-                save_checkpoint(self._checkpoints, tick, policy, steps.ticks, progress)
+                save_checkpoint(self._cfg, self._checkpoints, policy, steps.ticks, progress)
                 saved = done
             if self._stop:
                 record.log(f"SIGTERM: stopped after step {saved}, checkpoint saved; go on with --resume auto")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.config import GrpoConfig
 from megatron_grpo.ops.grpo import dead_groups
 from megatron_grpo.parallel.collectives import broadcast_from, sum_over
 from megatron_grpo.parallel.link import byte_metrics
@@ -18,7 +19,7 @@ class RolloutFigures:
 
     Attributes:
         reward_BG: by prompt and sample.
-        seconds: of sampling and scoring.
+        seconds: of sampling and scoring; ``reward_seconds`` of scoring alone.
     """
 
     reward_BG: torch.Tensor
@@ -26,6 +27,7 @@ class RolloutFigures:
     lengths_B: torch.Tensor
     truncated_B: torch.Tensor
     seconds: float
+    reward_seconds: float
 
     def sums(self) -> torch.Tensor:
         """fp64: sequences, reward, squared reward, parse failures, tokens, truncated, groups, dead groups."""
@@ -47,8 +49,11 @@ class RolloutFigures:
 class Measure:
     """Makes rows. Every rank calls :meth:`row` for every tick: no reduction is left to the ranks that own a number."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, terms: GrpoConfig) -> None:
         self._policy = policy
+        self._terms = terms
+        self._gaps: list[torch.Tensor] = []
+        self._gap_sums = torch.zeros(2, dtype=torch.float64)
         groups = policy.groups
         self._leads_replica = groups.at.pipeline == 0 and groups.at.tensor == 0
         self._owns_loss = groups.is_last_stage and groups.at.tensor == 0
@@ -68,16 +73,23 @@ class Measure:
         row: dict[str, float] = dict(byte_metrics(bytes_sent.cpu()))
         row |= report.values
         row |= {"policy/clip_frac": clipped / max(tokens, 1.0)}
-        row |= {"policy/entropy": entropy / max(tokens, 1.0), "policy/kl": kl / max(tokens, 1.0)}
+        if self._terms.entropy_coef != 0.0:
+            row["policy/entropy"] = entropy / max(tokens, 1.0)
+        if self._terms.kl_coef != 0.0:
+            row["policy/kl"] = kl / max(tokens, 1.0)
         row |= q_errors(table[14:].view_as(errors))
         for key in ("time/train", "time/anchor", "time/merge"):
             row[key] = report.seconds.get(key, 0.0)
-        median = self._gap_median(report.gaps)
+        self._gaps.append(report.gaps)
+        self._gap_sums += torch.tensor([gap, tokens])
         if figures is not None:
-            row["rollout/logprob_gap"] = gap / max(tokens, 1.0)
-            row["rollout/logprob_gap_median"] = median
-            row |= rollout_metrics(table[6:14].tolist(), figures.seconds)
-            row["time/rollout"] = figures.seconds
+            row["rollout/logprob_gap"] = (self._gap_sums[0] / self._gap_sums[1].clamp(min=1.0)).item()
+            row["rollout/logprob_gap_median"] = self._gap_median(torch.cat(self._gaps))
+            self._gaps.clear()
+            self._gap_sums.zero_()
+            row |= rollout_metrics(table[6:14].tolist(), figures.seconds - figures.reward_seconds)
+            row["time/rollout"] = figures.seconds - figures.reward_seconds
+            row["time/reward"] = figures.reward_seconds
         return row
 
     def _boundary_errors(self) -> torch.Tensor:

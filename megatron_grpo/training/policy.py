@@ -51,7 +51,7 @@ def policy_runtime(
     Collective: every rank. ``settings`` is the resolved DeepSpeed JSON.
     """
     with ExitStack() as stack:
-        stack.enter_context(megatron_runtime())
+        stack.enter_context(megatron_runtime(device))
         stack.enter_context(deepspeed_runtime(groups))
         model_dir = Path(cfg.model.path)
         shape = model_shape(load_hf_config(model_dir))

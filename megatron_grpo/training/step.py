@@ -45,7 +45,7 @@ class StepRunner:
         self._validation = task.validation()
         self._read = ReadLogprobs(cfg.rollout.temperature, policy.vocab)
         self._reference = policy.engine.weights() if cfg.grpo.kl_coef > 0 else None
-        self._measure = Measure(policy)
+        self._measure = Measure(policy, cfg.grpo)
         self.ticks = TickRunner(cfg, policy)
 
     def run(self, step: int) -> list[Row]:
@@ -56,7 +56,7 @@ class StepRunner:
         policy.link.commit()
         # Until the first basis is fitted nothing is compressed: the bootstrap lasts one step, as every basis does.
         uncompressed = step == 0 and cfg.anchor.enabled and cfg.anchor.bootstrap == "dense"
-        batch, figures = self._rollout(step)
+        batch, figures = self._rollout(step, uncompressed=uncompressed)
         replays_start = time.perf_counter()
         replays = self._replays(batch, uncompressed=uncompressed)
         old_seconds = time.perf_counter() - replays_start
@@ -88,19 +88,19 @@ class StepRunner:
         return scores
 
     def _validation_score(self, temperature: float | None, *, dense: bool) -> float:
-        problems = self._validation
-        mine = list(range(self._policy.groups.at.data, len(problems), self._policy.groups.layout.data))
-        total = torch.zeros((), dtype=torch.float64, device=self._policy.device)
-        if mine:
-            rule = self._rule(temperature, seed=seed_of(self._cfg.train.seed, 0, "validation"))
-            rule = replace(rule, top_k=0, top_p=1.0)
-            chosen = [problems[index] for index in mine]
-            _, scores = self._sample(chosen, torch.tensor(mine), rule, kind="validation", dense=dense)
-            total += scores.reward_B.sum()
-        groups = self._policy.groups
+        problems, groups = self._validation, self._policy.groups
+        # A replica without a problem of its own repeats the first one, uncounted: under ZeRO 3 sampling is collective.
+        mine = list(range(groups.at.data, len(problems), groups.layout.data))
+        rule = self._rule(temperature, seed=seed_of(self._cfg.train.seed, 0, "validation"))
+        rule = replace(rule, top_k=0, top_p=1.0)
+        sampled = mine or [0]
+        _, scores, _ = self._sample(
+            [problems[index] for index in sampled], torch.tensor(sampled), rule, kind="validation", dense=dense
+        )
+        total = scores.reward_B.double().sum() if mine else torch.zeros_like(scores.reward_B.double().sum())
         return sum_over(total, groups.data).item() / len(problems)
 
-    def _rollout(self, step: int) -> tuple[Batch, RolloutFigures]:
+    def _rollout(self, step: int, *, uncompressed: bool) -> tuple[Batch, RolloutFigures]:
         cfg, groups = self._cfg, self._policy.groups
         prompts, size = cfg.grpo.prompts_per_step, cfg.grpo.group_size
         mine = range(
@@ -110,8 +110,9 @@ class StepRunner:
         problems = [self._task.train_problem(step * prompts + index) for index in mine for _ in range(size)]
         row_ids = torch.arange(mine.start * size, mine.stop * size)
         rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, step, "rollout"))
+        dense = uncompressed or cfg.rollout.path == "dense"
         start = time.perf_counter()
-        batch, scores = self._sample(problems, row_ids, rule, kind="rollout", dense=cfg.rollout.path == "dense")
+        batch, scores, seconds = self._sample(problems, row_ids, rule, kind="rollout", dense=dense)
         reward_BG = scores.reward_B.view(-1, size)
         advantages_BG = group_advantages(reward_BG, eps=cfg.grpo.eps, std=cfg.grpo.std)
         figures = RolloutFigures(
@@ -120,18 +121,22 @@ class StepRunner:
             lengths_B=batch.response_lengths_B,
             truncated_B=self._truncated(batch),
             seconds=time.perf_counter() - start,
+            reward_seconds=seconds,
         )
         return batch.with_advantages(advantages_BG.reshape(-1)), figures
 
     def _sample(
         self, problems: list[Problem], row_ids: torch.Tensor, rule: SamplingRule, *, kind: Kind, dense: bool
-    ) -> tuple[Batch, Scores]:
+    ) -> tuple[Batch, Scores, float]:
+        """A batch, its scores, and the seconds that scoring took. Collective: every rank."""
         policy = self._policy
         prompts = encode_prompts(self._tokenizer, problems, self._cfg.data.max_prompt)
         with policy.engine.whole_parameters(), policy.link.running(Pass(kind, dense=dense)):
             batch = policy.sampler.sample(prompts, row_ids, rule)
         policy.lean.close()
-        return batch, self._scorer(batch, problems)
+        start = time.perf_counter()
+        scores = self._scorer(batch, problems)
+        return batch, scores, time.perf_counter() - start
 
     def _rule(self, temperature: float | None, seed: int) -> SamplingRule:
         rollout = self._cfg.rollout

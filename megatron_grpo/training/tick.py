@@ -50,6 +50,8 @@ class TickReport:
     def timed(self, key: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
+        if self.sums.is_cuda:
+            torch.cuda.synchronize(self.sums.device)
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
 
 
@@ -68,6 +70,7 @@ class TickRunner:
         self._memory = AnchorMemory(cfg.anchor.beta)
         self._merger = build_merger(cfg.merger)
         self._snapshots = Snapshots()
+        self._last_arrival: int | None = None
         self.skipped = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,6 +79,7 @@ class TickRunner:
             "memory": self._memory.state_dict(),
             "merger": self._merger.state_dict(),
             "snapshots": self._snapshots.state_dict(),
+            "last_arrival": self._last_arrival,
             "skipped": self.skipped,
         }
 
@@ -83,6 +87,7 @@ class TickRunner:
         self._memory.load_state_dict(state["memory"])
         self._merger.load_state_dict(state["merger"])
         self._snapshots.load_state_dict(state["snapshots"])
+        self._last_arrival = state["last_arrival"]
         self.skipped = state["skipped"]
 
     def run(self, tick: int, replay: Replay, *, uncompressed: bool) -> TickReport:
@@ -98,12 +103,11 @@ class TickRunner:
             self._snapshots.put(tick, Snapshot(policy.engine.weights(), replay.paired()))
         fires = schedule is not None and schedule.fires(tick)
         with report.timed("time/anchor"):
-            if fires:
-                self._fire(tick)
+            arrived = fires and self._fire(tick)
         with report.timed("time/train"):
             self._fast(replay, report, uncompressed=uncompressed)
         with report.timed("time/merge"):
-            self._merge(tick, report, remembers=remembers, fires=fires)
+            self._merge(tick, report, remembers=remembers, fires=fires, arrived=arrived)
         with report.timed("time/train"):
             self._update(tick, report)
         return report
@@ -127,37 +131,44 @@ class TickRunner:
         if uncompressed:
             self._policy.link.refresh(self._policy.groups.data)
 
-    def _fire(self, tick: int) -> None:
-        """Replay the remembered tick uncompressed, in place; M learns its gradient, the bases learn its boundaries."""
+    def _fire(self, tick: int) -> bool:
+        """Replay the remembered tick uncompressed, in place; M learns its gradient, the bases learn its boundaries.
+
+        Returns:
+            Whether M learned: a gradient that is not finite is left out.
+        """
         assert self._schedule is not None
         policy = self._policy
         snapshot = self._snapshots.get(tick - self._schedule.delay)
         with policy.engine.at_weights(snapshot.weights):
             self._pass(snapshot.batch, Pass("anchor", dense=True, observe=True))
-        if bool(policy.engine.gradient_norm().isfinite()):
+        finite = bool(policy.engine.gradient_norm().isfinite())
+        if finite:
             self._memory.arrive(policy.engine.gradients())
         policy.engine.discard_gradients()
         policy.link.refresh(policy.groups.data)
         if self._cfg.boundary.commit == "tick":
             policy.link.commit()
+        return finite
 
-    def _merge(self, tick: int, report: TickReport, *, remembers: bool, fires: bool) -> None:
+    def _merge(self, tick: int, report: TickReport, *, remembers: bool, fires: bool, arrived: bool) -> None:
         schedule, memory, merger = self._schedule, self._memory, self._merger
         if schedule is None:
             return
         fast = self._policy.engine.gradients()
-        if remembers and merger.needs_fast:
-            self._snapshots.get(tick).fast = [gradient.clone() for gradient in fast]
+        # A fast gradient that is not finite is not remembered: it would poison the ticks after the fire.
+        if remembers and merger.needs_fast and bool(self._policy.engine.gradient_norm().isfinite()):
+            self._snapshots.get(tick).fast = [gradient.float().clone() for gradient in fast]
         report.values["anchor/fired"] = float(fires)
-        if fires and memory.m is not None:
+        if arrived and memory.m is not None:
+            self._last_arrival = tick
             merger.arrive(memory.m, self._snapshots.get(tick - schedule.delay).fast)
         if fires:
             self._snapshots.forget(tick - schedule.delay)
-        age = schedule.age(tick)
-        if age is None or memory.m is None:
+        if self._last_arrival is None or memory.m is None:
             report.values["merger/weight"] = 0.0
             return
-        report.values["anchor/age"] = float(age)
+        report.values["anchor/age"] = float(schedule.delay + tick - self._last_arrival)
         agreement = self._agreement(fast, memory.m)
         report.values |= agreement_metrics(agreement)
         merges = agreement[2].sqrt() > NEGLIGIBLE

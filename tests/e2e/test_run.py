@@ -98,6 +98,15 @@ def test_resume_goes_on_where_the_checkpoint_was(finished: Path, tmp_path: Path)
         assert mine == {key: theirs[key] for key in mine}
 
 
+def test_resume_under_other_settings_is_refused(finished: Path, tmp_path: Path) -> None:
+    checkpoint = str(finished / "checkpoints" / "tick000004")
+    result = megatron_grpo(
+        "train", str(finished / "config.yaml"), "boundary.rank=4", "--run-dir", str(tmp_path), "--resume", checkpoint
+    )
+    assert result.returncode == 2
+    assert "boundary.rank=4" in result.stderr and "written with 5" in result.stderr
+
+
 def test_policy_loads_in_transformers_and_eval_scores_it(finished: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -137,6 +146,26 @@ def test_failing_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
     assert time.monotonic() - broke < 15
     assert code != 0
     assert any("rank 1 failed" in line for line in lines)
+
+
+def test_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    """SIGKILL leaves no traceback; the exit code and a line tell the signal."""
+    command = [sys.executable, "-m", "megatron_grpo", "train", SMOKE, "train.steps=400"]
+    process = subprocess.Popen(
+        [*command, "--run-dir", str(tmp_path / "run")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2 "):
+            break
+    ranks = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    killed = time.monotonic()
+    output = process.stdout.read()
+    code = process.wait(timeout=30)
+    assert time.monotonic() - killed < 15
+    assert code == 137, output
+    assert "ended by signal 9" in output
 
 
 def test_sigterm_saves_a_checkpoint_and_resume_finishes(tmp_path: Path) -> None:

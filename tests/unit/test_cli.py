@@ -117,6 +117,14 @@ def test_train_hands_everything_to_the_launcher(home: Path, monkeypatch: pytest.
     assert re.fullmatch(r"runs/run-\d{8}-\d{6}", seen[1][0][-1])
 
 
+def test_errors_of_every_level_come_at_once(home: Path) -> None:
+    """A wrong range, an unknown key and a combination: three lines, not one after the other."""
+    code, output = run("plan", home / "run.yaml", "grpo.group_size=1", "anchor.cadense=2", "boundary.rank=900")
+    assert code == 2
+    for part in ("grpo.group_size=1: must be at least 2", "did you mean anchor.cadence", "boundary.rank=900 exceeds"):
+        assert part in output
+
+
 def test_resume_from_nowhere_is_refused_before_any_rank_starts(home: Path) -> None:
     code, output = run("train", home / "run.yaml", "--resume", "nowhere", "--run-dir", "r")
     assert code == 2

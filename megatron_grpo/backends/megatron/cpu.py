@@ -2,19 +2,20 @@
 
 megatron-core 0.16 names CUDA in four places that a dense model touches: the device of received tensors and of the token
 counter in the schedules, ``Tensor.cuda`` on tied embeddings, and the CUDA generator around dropout and recomputation.
-Nothing is patched where CUDA is available.
+Nothing of that is patched for a run on CUDA.
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random as megatron_random
+
+from megatron_grpo.backends.patching import replaced
 
 
 class _TorchOnCpu:
@@ -54,18 +55,18 @@ def _identity(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 @contextmanager
-def megatron_runtime() -> Iterator[None]:
+def megatron_runtime(device: torch.device) -> Iterator[None]:
     """Everything Megatron keeps in globals that the stages need, for the length of the block, on CPU or CUDA."""
     with ExitStack() as stack:
 
         def swap(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(mock.patch.object(owner, name, value))
+            stack.enter_context(replaced(owner, name, value))
 
         swap(megatron_random, "_CUDA_RNG_STATE_TRACKER", _OneGenerator())
         swap(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
         swap(parallel_state, "_GLOBAL_MEMORY_BUFFER", None)
         parallel_state._set_global_memory_buffer()
-        if not torch.cuda.is_available():
+        if device.type == "cpu":
             swap(torch.cuda, "current_device", lambda: "cpu")
             swap(torch.cuda, "synchronize", lambda device=None: None)
             swap(torch.Tensor, "cuda", _identity)

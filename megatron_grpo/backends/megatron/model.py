@@ -9,7 +9,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_grpo.conversion.files import HFReader, stage_weights
 from megatron_grpo.conversion.names import ModelShape, padded_vocab, stage_table
@@ -124,11 +125,12 @@ def build_stage(
     tensor = groups.layout.tensor
     layers = stage_layers(split, groups.at.pipeline)
     config = transformer_config(shape, tensor=tensor, pipeline=groups.layout.pipeline, dtype=dtype, recompute=recompute)
+    # Megatron would take its norm from whatever package is called apex; torch's RMSNorm is right everywhere.
     layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
     collection = collection_of(groups)
     module = GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[layer_spec] * len(layers), layer_norm=LayerNormImpl),
+        TransformerBlockSubmodules(layer_specs=[layer_spec] * len(layers), layer_norm=WrappedTorchNorm),
         vocab_size=padded_vocab(shape.vocab, tensor),
         max_sequence_length=shape.max_positions,
         pre_process=groups.is_first_stage,

@@ -1,0 +1,142 @@
+"""Whole steps over ranks: rows, validation, bad gradients, the anchor at delay 0."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_grpo.anchor.merger import Shards
+from megatron_grpo.backends.huggingface import load_tokenizer
+from megatron_grpo.backends.megatron.p2p import Pass
+from megatron_grpo.config import Config
+from megatron_grpo.data.tasks import build_task
+from megatron_grpo.parallel.groups import Layout
+from megatron_grpo.rollout.rewards import build_reward
+from megatron_grpo.training.policy import Policy
+from megatron_grpo.training.scoring import Scorer
+from megatron_grpo.training.step import StepRunner
+from megatron_grpo.training.tick import TickRunner
+from tests.harness import run_ranks
+from tests.ranks.support import ROOT, config, minibatch, policy_of, replay_of, write_model
+
+TINY = ROOT / "examples/tiny/policy"
+LOWRANK: dict[str, Any] = {"codec": "lowrank", "rank": 5, "payload": "float32"}
+
+
+def runner_of(cfg: Config, policy: Policy) -> StepRunner:
+    scorer = Scorer(build_reward(cfg.reward, cfg.data.task), load_tokenizer(TINY), policy.groups)
+    return StepRunner(cfg, policy, build_task(cfg.data, cfg.train.seed), scorer)
+
+
+def steps(
+    rank: int, world: int, layout: Layout, zero: int, count: int, sections: dict[str, Any]
+) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """Rows of ``count`` steps of the shipped policy, without what clocks say, and a validation after them."""
+    cfg = config(TINY, layout, zero, **sections)
+    with policy_of(cfg) as policy:
+        runner = runner_of(cfg, policy)
+        rows = [row for step in range(count) for row in runner.run(step)]
+        timeless = [
+            {key: value for key, value in row.items() if not key.startswith("time/") and "tokens_per_s" not in key}
+            for row in rows
+        ]
+        return timeless, runner.validate()
+
+
+@pytest.mark.parametrize("layout", [Layout(pipeline=4), Layout(pipeline=2, data=2)], ids=["pp4", "pp2dp2"])
+def test_every_rank_holds_the_same_row(layout: Layout) -> None:
+    """Case D9: a number that one stage owns reaches all ranks, and no reduction is left to some of them."""
+    sections = {
+        "boundary": LOWRANK,
+        "anchor": {"enabled": True, "cadence": 1, "delay": 1},
+        "grpo": {"minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.01, "prompts_per_step": 4},
+        "data": {"val_size": 6},
+        "rollout": {"max_response": 12},
+    }
+    results = run_ranks(steps, 4, layout, 1, 2, sections, timeout_s=120.0)
+    assert len(results[0][0]) == 4
+    assert all(result == results[0] for result in results)
+    assert {"policy/kl", "policy/entropy", "reward/mean", "boundary/q_error_bwd"} <= results[0][0][-1].keys()
+
+
+def test_fewer_validation_problems_than_replicas_is_no_hang() -> None:
+    """Under ZeRO 3 sampling is collective over replicas, whether or not each has a problem of its own."""
+    sections = {"data": {"val_size": 1}}
+    results = run_ranks(steps, 4, Layout(pipeline=2, data=2), 3, 1, sections, timeout_s=60.0)
+    assert all(0.0 <= scores["val/score"] <= 1.0 for _, scores in results)
+
+
+def test_dense_bootstrap_samples_dense_too() -> None:
+    sections = {
+        "boundary": LOWRANK,
+        "anchor": {"enabled": True, "bootstrap": "dense"},
+        "rollout": {"path": "codec", "max_response": 12},
+        "data": {"val_size": 2},
+    }
+    first = run_ranks(steps, 2, Layout(pipeline=2), 0, 1, sections)[0][0][0]
+    assert first["rollout/logprob_gap"] < 1e-4
+    assert first["boundary/q_error_fwd"] < 1e-6
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+def merged_and_dense(rank: int, world: int, model: str, layout: Layout, zero: int) -> tuple[Shards, Shards]:
+    """Shards of G on a fire tick of delayed_ef with delay 0, and of the uncompressed gradient of the same minibatch."""
+    sections = {
+        "boundary": LOWRANK,
+        "anchor": {"enabled": True, "cadence": 1, "delay": 0, "beta": 0.0},
+        "merger": {"kind": "delayed_ef", "lam": 1.0},
+    }
+    cfg = config(Path(model), layout, zero, **sections)
+    with policy_of(cfg) as policy:
+        runner = TickRunner(cfg, policy)
+        replay = replay_of(minibatch(), policy, old=False)
+        runner._pass(replay, Pass("fast", dense=True))
+        dense = [gradient.clone() for gradient in policy.engine.gradients()]
+        policy.engine.discard_gradients()
+        seen: list[Shards] = []
+        runner._update = lambda tick, report: seen.append([g.clone() for g in policy.engine.gradients()])  # type: ignore[method-assign]
+        runner.run(1, replay, uncompressed=False)
+        return seen[0], dense
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_delayed_ef_without_delay_is_the_dense_gradient(llama: Path, zero: int) -> None:
+    for merged, dense in run_ranks(merged_and_dense, 4, str(llama), Layout(pipeline=2, data=2), zero, timeout_s=120.0):
+        difference = sum((a - b).square().sum() for a, b in zip(merged, dense, strict=True))
+        assert difference.sqrt() < 1e-5 * sum(b.square().sum() for b in dense).sqrt()
+
+
+def with_bad_ticks(rank: int, world: int, model: str, kind: str) -> tuple[list[dict[str, float]], bool]:
+    """Four ticks, the second with a fast gradient that is not finite; what each reported, and whether weights are."""
+    sections = {
+        "boundary": LOWRANK,
+        "anchor": {"enabled": True, "cadence": 1, "delay": 1},
+        "merger": {"kind": kind},
+    }
+    cfg = config(Path(model), Layout(pipeline=2), 1, **sections)
+    with policy_of(cfg) as policy:
+        runner = TickRunner(cfg, policy)
+        values = []
+        for tick in range(4):
+            policy.link.commit()
+            replay = replay_of(minibatch(seed=tick), policy)
+            if tick == 1:
+                replay.batch.advantages_B[0] = float("inf")
+            values.append(runner.run(tick, replay, uncompressed=False).values)
+        finite = all(bool(tensor.isfinite().all()) for tensor in policy.engine.weights())
+        return values, finite
+
+
+@pytest.mark.parametrize("kind", ["signed_ema", "delayed_ef"])
+def test_a_gradient_that_is_not_finite_costs_one_tick(llama: Path, kind: str) -> None:
+    """Its tick is skipped and counted; its replay a tick later teaches neither M nor Q, and training goes on."""
+    for values, finite in run_ranks(with_bad_ticks, 2, str(llama), kind):
+        assert finite
+        assert [row["train/skipped"] for row in values] == [0, 1, 1, 1]
+        assert [row.get("anchor/age") for row in values] == [None, 1, 2, 1]
+        assert all(torch.isfinite(torch.tensor(row["policy/grad_norm"])) for row in values[2:])

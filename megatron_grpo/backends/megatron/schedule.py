@@ -82,6 +82,9 @@ def _run(
     forward_only: bool,
 ) -> list[Any]:
     batch, sequence = inputs[0].tokens_BS.shape
+    assert all(micro.tokens_BS.shape == (batch, sequence) for micro in inputs), (
+        "micro-batches of one pass have one shape"
+    )
 
     def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         micro: ModelInput = next(iterator)

@@ -25,8 +25,9 @@ class AnchorSchedule:
         """Whether a later fire (or this one, with delay 0) replays ``tick``."""
         return self.fires(tick + self.delay)
 
-    def age(self, tick: int) -> int | None:
-        """Ticks since the weights of M were current, at ``tick`` after its fire if it has one; ``None`` before any."""
-        if tick < self.first:
-            return None
-        return self.delay + tick % self.cadence
+    def age(self, tick: int, arrived: int | None) -> int | None:
+        """Ticks since the weights of M were current, at ``tick``; M last learned at the fire of tick ``arrived``.
+
+        K at the fire, up to K + C - 1 just before the next; ``None`` before any.
+        """
+        return None if arrived is None else self.delay + tick - arrived

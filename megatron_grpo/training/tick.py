@@ -165,10 +165,11 @@ class TickRunner:
             merger.arrive(memory.m, self._snapshots.get(tick - schedule.delay).fast)
         if fires:
             self._snapshots.forget(tick - schedule.delay)
-        if self._last_arrival is None or memory.m is None:
+        age = schedule.age(tick, self._last_arrival)
+        if age is None or memory.m is None:
             report.values["merger/weight"] = 0.0
             return
-        report.values["anchor/age"] = float(schedule.delay + tick - self._last_arrival)
+        report.values["anchor/age"] = float(age)
         agreement = self._agreement(fast, memory.m)
         report.values |= agreement_metrics(agreement)
         merges = agreement[2].sqrt() > NEGLIGIBLE

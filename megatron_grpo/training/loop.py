@@ -115,6 +115,7 @@ class _Run:
     def __init__(self, cfg: Config, run_dir: Path, groups: ParallelGroups, device: torch.device) -> None:
         self._cfg, self._run_dir, self._groups, self._device = cfg, run_dir, groups, device
         self._checkpoints = CheckpointFolder(run_dir / "checkpoints", cfg.train.keep)
+        self._signalled = False
         self._stop = False
 
     def go(self, resume: str | None) -> int:
@@ -159,12 +160,14 @@ class _Run:
         for step in range(progress.steps, train.steps):
             rows = steps.run(step)
             done = step + 1
-            if done % train.eval_every == 0 or done == train.steps:
+            # The launcher kills what has not ended 30 s after SIGTERM: no validation then.
+            # What all agree on, not what a handler may set on one rank at any moment.
+            self._stop = self._any_rank(self._signalled)
+            if not self._stop and (done % train.eval_every == 0 or done == train.steps):
                 rows[-1] |= steps.validate()
             for row in rows:
                 record.write_row(row)
             progress = Progress(done, progress.validation_start)
-            self._stop = self._any_rank(self._stop)
             if done % train.save_every == 0 or done == train.steps or self._stop:
                 save_checkpoint(self._cfg, self._checkpoints, policy, steps.ticks, progress)
                 saved = done
@@ -199,7 +202,7 @@ class _Run:
         return [round(value, 1) for value in sum_over(peaks, None).tolist()]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stop = True
+        self._signalled = True
 
     def _say(self, text: str) -> None:
         if self._groups.rank == 0:

@@ -156,12 +156,11 @@ class _Run:
     def _steps(self, steps: StepRunner, policy: Policy, record: RunRecord, progress: Progress) -> Progress:
         """Run the steps that are left, saving as ``train.save_every`` says, at the end, and on SIGTERM."""
         train = self._cfg.train
-        saved = progress.steps
         for step in range(progress.steps, train.steps):
             rows = steps.run(step)
             done = step + 1
-            # The launcher kills what has not ended 30 s after SIGTERM: no validation then.
-            # What all agree on, not what a handler may set on one rank at any moment.
+            # What all ranks agree on, not what a handler may set on one of them at any moment. No validation then: the
+            # launcher kills what has not ended 30 s after SIGTERM.
             self._stop = self._any_rank(self._signalled)
             if not self._stop and (done % train.eval_every == 0 or done == train.steps):
                 rows[-1] |= steps.validate()
@@ -170,9 +169,8 @@ class _Run:
             progress = Progress(done, progress.validation_start)
             if done % train.save_every == 0 or done == train.steps or self._stop:
                 save_checkpoint(self._cfg, self._checkpoints, policy, steps.ticks, progress)
-                saved = done
             if self._stop:
-                record.log(f"SIGTERM: stopped after step {saved}, checkpoint saved; go on with --resume auto")
+                record.log(f"SIGTERM: stopped after step {done}, checkpoint saved; go on with --resume auto")
                 break
         return progress
 

@@ -35,6 +35,9 @@ from megatron_grpo.training.view import build_view
 CONFIG_ERROR_GRACE_S = 10.0
 """The launcher ends the other ranks sooner once rank 0 has ended."""
 
+LOST_PEER_GRACE_S = 2.0
+"""The launcher looks once a second, and ends a run with the code of the first dead rank it sees."""
+
 STOPPED_BY_SIGNAL = 143
 """Exit code after SIGTERM: 128 + 15, with a checkpoint written."""
 
@@ -59,7 +62,9 @@ def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
         _end(2, str(error))
     except CheckpointError as error:
         _end(1, str(error))
-    except Exception:
+    except Exception as error:
+        if "by peer" in str(error):  # another rank is gone: let the launcher see that one first
+            time.sleep(LOST_PEER_GRACE_S)
         _end(1, f"rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc()}")
 
 

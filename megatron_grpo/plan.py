@@ -26,8 +26,8 @@ def training_shares(config: Config, hidden: int) -> dict[str, float]:
     step); the anchor is a dense pass every ``anchor.cadence`` ticks.
     """
     boundary = config.boundary
-    scale = {side: BYTES[boundary.payload_of(side)] / DENSE_BYTES for side in DIRECTIONS}
-    kept = {side: 1.0 if boundary.codec_of(side) == "identity" else boundary.rank / hidden for side in DIRECTIONS}
+    scale = {side: BYTES[boundary.dense_payload(side)] / DENSE_BYTES for side in DIRECTIONS}
+    kept = {side: 1.0 if boundary.codec_of(side) == "identity" else boundary.rank_of(side, hidden) / hidden for side in DIRECTIONS}
     forward, backward = (scale[side] * kept[side] / 2 for side in DIRECTIONS)
     dense = sum(scale.values()) / 2
     anchor = dense / config.anchor.cadence if config.anchor.enabled else 0.0
@@ -87,7 +87,7 @@ def _boundary(config: Config, hidden: int | None) -> dict[str, str]:
     rows: dict[str, str] = {}
     for side in DIRECTIONS:
         codec = boundary.codec_of(side)
-        size = "" if codec == "identity" else f", {boundary.rank} of {hidden or '?'} numbers a token"
+        size = "" if codec == "identity" else f", {boundary.rank_of(side, hidden) if hidden else boundary.rank} of {hidden or '?'} numbers a token"
         rows[side] = f"{codec}{size}, {boundary.payload_of(side)}"
     rows["anchor"] = (
         f"every {anchor.cadence} ticks, {anchor.delay} old, merger {config.merger.kind}" if anchor.enabled else "off"

@@ -38,17 +38,17 @@ def build_codecs(cfg: BoundaryConfig, *, hidden: int, index: int, seed: int) -> 
     """Both directions of boundary ``index`` (it joins stage ``index`` to ``index + 1``)."""
 
     def basis(direction: Direction) -> Basis:
-        return Basis(hidden, cfg.rank, seed_of(seed, index, direction))
+        return Basis(hidden, cfg.rank_of(direction, hidden), seed_of(seed, index, direction))
 
     shared = basis("forward") if cfg.shared_basis else None
 
     def build(direction: Direction) -> Codec:
-        dtype = DTYPES[cfg.payload_of(direction)]
+        dtype = DTYPES[cfg.dense_payload(direction)]
         kind = cfg.codec_of(direction)
         if kind == "identity":
             return IdentityCodec(hidden, dtype)
         if kind == "mask":
-            return MaskCodec(hidden, cfg.rank, dtype, seed_of(seed, index, direction))
+            return MaskCodec(hidden, cfg.rank_of(direction, hidden), dtype, seed_of(seed, index, direction))
         if shared is not None:
             return LowRankCodec(shared, dtype, learns=direction == "forward" and cfg.basis == "anchor")
         return LowRankCodec(basis(direction), dtype, learns=cfg.basis == "anchor")
@@ -57,6 +57,6 @@ def build_codecs(cfg: BoundaryConfig, *, hidden: int, index: int, seed: int) -> 
         index=index,
         forward=build("forward"),
         backward=build("backward"),
-        dense_forward=IdentityCodec(hidden, DTYPES[cfg.payload_of("forward")]),
-        dense_backward=IdentityCodec(hidden, DTYPES[cfg.payload_of("backward")]),
+        dense_forward=IdentityCodec(hidden, DTYPES[cfg.dense_payload("forward")]),
+        dense_backward=IdentityCodec(hidden, DTYPES[cfg.dense_payload("backward")]),
     )

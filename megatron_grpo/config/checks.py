@@ -58,7 +58,7 @@ def _model(config: Config, model: dict[str, Any]) -> Iterator[str]:
         )
     hidden, layers, boundary = model["hidden_size"], model["num_hidden_layers"], config.boundary
     codecs = {boundary.codec_of("forward"), boundary.codec_of("backward")}
-    if codecs != {"identity"} and boundary.rank > hidden:
+    if codecs != {"identity"} and boundary.rank is not None and boundary.rank > hidden:
         yield f"boundary.rank={boundary.rank} exceeds hidden size {hidden}; use at most {hidden}"
     stages = config.parallel.pipeline
     if stages > layers:

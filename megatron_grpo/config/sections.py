@@ -14,10 +14,13 @@ PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 Direction = Literal["forward", "backward"]
-Codec = Literal["identity", "lowrank", "mask"]
-Payload = Literal["float32", "bfloat16"]
+Codec = Literal["identity", "lowrank", "mask", "token_waterfill"]
+Payload = Literal["float32", "bfloat16", "int8", "int4", "int3", "waterfill"]
+
+DEFAULT_RANK = 5
 
 
 class Section(BaseModel):
@@ -74,6 +77,8 @@ class ParallelConfig(Section):
     """Policy stages."""
     data: Positive = 1
     """Replicas of the pipeline."""
+    placement: Literal["ranks", "one_process"] = "ranks"
+    """one_process: all stages in one process, through the same codecs; for studies on one device."""
     reward_stage: bool = False
     """Reserved: one more stage that scores while the policy samples."""
     timeout_s: PositiveFloat = 600.0
@@ -96,16 +101,36 @@ class BoundaryConfig(Section):
     """Shorthand for forward_codec and backward_codec."""
     forward_codec: Codec | None = None
     backward_codec: Codec | None = None
-    rank: Positive = 5
-    """Numbers sent for each token: columns of the basis (lowrank) or coordinates (mask)."""
+    rank: Positive | None = None
+    """Columns of the basis (lowrank) or coordinates of a token (mask); all of them with payload waterfill, 5 elsewhere,
+    when absent."""
     payload: Payload = "bfloat16"
     """Number format on the wire; shorthand for forward_payload and backward_payload."""
     forward_payload: Payload | None = None
     backward_payload: Payload | None = None
-    basis: Literal["anchor", "random"] = "anchor"
-    """anchor: refreshed from every anchor pass; random: the first basis is kept."""
+    budget: Share = 0.03
+    """Bytes of a crossing as a share of bfloat16, for payload waterfill and codec token_waterfill; shorthand."""
+    forward_budget: Share | None = None
+    backward_budget: Share | None = None
+    basis: Literal["anchor", "self", "random"] = "anchor"
+    """anchor: learns from every uncompressed pass; self: the sender learns from its own tensors; random: the first one
+    is kept."""
+    refresh_steps: Positive = 4
+    """Steps between refreshes of basis self."""
+    calibration: Positive = 32
+    """Sequences sampled uncompressed before the first step, for the first basis of basis self."""
+    predict: Literal["none", "embedding", "embedding+previous"] = "none"
+    """Forward rows of a packed payload are coded as what a linear prediction leaves over."""
+    weighting: Literal["energy", "rows"] | None = None
+    """Whether a basis is fitted on rows as they are or on normalised ones; energy with float payloads when absent."""
     commit: Literal["step", "tick"] = "step"
     """When a new basis comes into force; tick is a control that changes it inside a step."""
+    dense_every: Natural = 0
+    """Ticks between uncompressed ticks without an anchor; 0: none."""
+    error_feedback: bool = False
+    """Backward rows carry what the micro-batch before lost at the same places."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Of packed backward payloads; stochastic is unbiased."""
     links: Annotated[tuple[Literal["pipeline", "tensor"], ...], Field(strict=False, min_length=1)] = ("pipeline",)
     """Links that are compressed."""
     shared_basis: bool = False
@@ -126,6 +151,20 @@ class BoundaryConfig(Section):
         """The number format of one direction, the shorthand resolved."""
         return (self.forward_payload if direction == "forward" else self.backward_payload) or self.payload
 
+    def budget_of(self, direction: Direction) -> float:
+        """The byte budget of one direction as a share of a bfloat16 crossing, the shorthand resolved."""
+        return (self.forward_budget if direction == "forward" else self.backward_budget) or self.budget
+
+    def rank_of(self, direction: Direction, hidden: int) -> int:
+        """Columns of the basis or coordinates of one direction."""
+        if self.rank is not None:
+            return self.rank
+        return hidden if self.payload_of(direction) == "waterfill" else min(DEFAULT_RANK, hidden)
+
+    def dense_payload(self, direction: Direction) -> Literal["float32", "bfloat16"]:
+        """The number format of an uncompressed crossing: bfloat16 unless the payload is float32."""
+        return "float32" if self.payload_of(direction) == "float32" else "bfloat16"
+
 
 class AnchorConfig(Section):
     enabled: bool = True
@@ -137,6 +176,8 @@ class AnchorConfig(Section):
     """M <- beta*M + (1-beta)*g_anchor."""
     bootstrap: Literal["random", "dense"] = "random"
     """The basis before the first refresh: random, or fitted in one uncompressed tick."""
+    alarm: Literal["off", "warn", "adapt", "stop"] = "warn"
+    """What happens when the run looks like collapsing: a note, less weight for M, or the end of the run."""
 
 
 class MergerConfig(Section):
@@ -145,6 +186,16 @@ class MergerConfig(Section):
     """signed_ema: weight of the fast gradient."""
     lam: NonNegativeFloat = 1.0
     """delayed_ef: weight of the correction."""
+    decay: Share = 1.0
+    """M's weight is multiplied by this at every tick since it arrived; 1: held at full weight."""
+    hold: Natural = 0
+    """Ticks for which M is used after it arrived; 0: until the next one."""
+    gate: Literal["none", "cosine", "agreement"] = "none"
+    """cosine: M is used while its cosine with the mean fast gradient is above gate_threshold; agreement: element by
+    element, where their signs agree."""
+    gate_threshold: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.0
+    packed_signs: bool = False
+    """signed_ema: keep M as one bit an element."""
 
 
 class GrpoConfig(Section):
@@ -180,8 +231,10 @@ class RolloutConfig(Section):
     """1 is off."""
     top_k: Natural = 0
     """0 is off."""
-    path: Literal["dense", "codec"] = "dense"
-    """Whether the boundaries are compressed while sampling."""
+    path: Literal["dense", "codec", "auto"] = "dense"
+    """Whether the boundaries are compressed while sampling; auto: where the measured gap is at most gap_limit."""
+    gap_limit: PositiveFloat = 0.05
+    """Median |trainer - sampler| log-prob, in nats, up to which auto samples through the codec."""
     in_flight: Positive | None = None
     """Micro-batches under way at once; parallel.pipeline when absent."""
 

@@ -26,8 +26,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from megatron_grpo.backends.megatron.cpu import megatron_runtime
-from megatron_grpo.backends.megatron.p2p import CodecP2PCommunicator, Pass
-from megatron_grpo.boundary.build import build_codecs
+from megatron_grpo.backends.megatron.p2p import CodecP2PCommunicator
+from megatron_grpo.boundary.crossing import Pass, build_boundaries
 from megatron_grpo.config import BoundaryConfig
 from megatron_grpo.parallel.link import Ledger, byte_metrics
 
@@ -109,20 +109,14 @@ def train_stage(steps: int, refresh_every: int, device: torch.device) -> list[di
     groups = ProcessGroupCollection.use_mpu_process_groups()
     stage, stages = groups.pp.rank(), groups.pp.size()
 
-    codecs = [build_codecs(BOUNDARY, hidden=HIDDEN, index=index, seed=SEED) for index in range(stages - 1)]  # +
+    boundaries = build_boundaries(BOUNDARY, stages=stages, stage=stage, hidden=HIDDEN, seed=SEED)  # +
     ledger = Ledger()  # +
-    link = CodecP2PCommunicator(  # +
-        groups.pp,
-        model.config,
-        previous=[None, *codecs][stage],
-        following=[*codecs, None][stage],
-        ledger=ledger,
-    )
+    link = CodecP2PCommunicator(groups.pp, model.config, boundaries=boundaries, stage=stage, ledger=ledger)  # +
 
     history = []
     for step in range(steps):
         observe = step % refresh_every == 0
-        with link.running(Pass("fast", dense=observe, observe=observe)):
+        with boundaries.running(Pass("fast", dense=observe, observe="both" if observe else None)):
             losses = forward_backward_pipelining_without_interleaving(
                 forward_step_func=forward_step,
                 data_iterator=iter(data),
@@ -136,7 +130,7 @@ def train_stage(steps: int, refresh_every: int, device: torch.device) -> list[di
             )
         if observe:
             link.refresh(groups.dp)
-            link.commit()
+            boundaries.commit()
         optimizer.step()
         optimizer.zero_grad()
         history.append(report(step, losses, ledger, groups, device))

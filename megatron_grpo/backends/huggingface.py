@@ -1,9 +1,12 @@
 """Hugging Face directories through transformers: tokenizer, config, and the model itself as a reference.
 
-transformers is imported by the functions that need it, never on import of this module.
+transformers is imported by the functions that need it, never on import of this module. Legend: B sequences, T input
+columns, H hidden, V vocabulary.
 """
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +41,15 @@ class Tokenizer:
         """Ids of ``text``, after BOS where the tokenizer puts one; never an end marker: prompts go on."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return [self.bos_id, *ids] if self._adds_bos and self.bos_id is not None else ids
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Ids of ``text`` as a user's message that waits for the answer; :meth:`encode` without a chat template."""
+        if not self._tokenizer.chat_template:
+            return self.encode(text)
+        message = [{"role": "user", "content": text}]
+        whole: str = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=False)
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of ``ids`` without special tokens, every space as it was."""
@@ -110,3 +122,102 @@ def reference_model(path: Path, dtype: "torch.dtype") -> Any:
 
     model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True)
     return model.eval()
+
+
+class CausalModel:
+    """A dense decoder as transformers runs it, in evaluation mode, with the outputs of its layers within reach.
+
+    Attributes:
+        layers: the decoder layers, in order.
+        embedding_VH: the input embedding's weight.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.layers: Sequence[torch.nn.Module] = model.model.layers
+        self.embedding_VH: torch.Tensor = model.get_input_embeddings().weight
+        model.requires_grad_(False)
+
+    @property
+    def hidden(self) -> int:
+        return self.embedding_VH.shape[1]
+
+    @property
+    def vocabulary(self) -> int:
+        return self.embedding_VH.shape[0]
+
+    @property
+    def device(self) -> "torch.device":
+        return self.embedding_VH.device
+
+    def logits(self, tokens_BT: "torch.Tensor", padding_BT: "torch.Tensor", *, keep: int) -> "torch.Tensor":
+        """Logits ``[B, keep, V]`` of the last ``keep`` columns; ``padding_BT`` is True on left padding."""
+        whole = self._run(tokens_BT, padding_BT, cache=None, use_cache=False, keep=keep)
+        logits_BKV: torch.Tensor = whole.logits
+        return logits_BKV
+
+    def advance(
+        self, tokens_Bn: "torch.Tensor", padding_BT: "torch.Tensor", cache: Any | None
+    ) -> tuple["torch.Tensor", Any]:
+        """Run the last n of T columns after those in ``cache`` (``None`` at first).
+
+        Returns logits ``[B, V]`` of the last column, and the cache of all T columns.
+        """
+        whole = self._run(tokens_Bn, padding_BT, cache=cache, use_cache=True, keep=1)
+        return whole.logits[:, -1], whole.cache
+
+    def _run(self, tokens_Bn: "torch.Tensor", padding_BT: "torch.Tensor", *, keep: int, **options: Any) -> Any:
+        carrying_BT = (~padding_BT).long()
+        positions_BT = (carrying_BT.cumsum(dim=1) - 1).clamp(min=0)
+        return self._model(
+            input_ids=tokens_Bn,
+            attention_mask=carrying_BT,
+            position_ids=positions_BT[:, -tokens_Bn.shape[1] :],
+            logits_to_keep=keep,
+            **options,
+        )
+
+    @contextmanager
+    def crossing(
+        self, after: Sequence[int], cross: Callable[[int, "torch.Tensor"], "torch.Tensor"]
+    ) -> Iterator[None]:
+        """Within it, what leaves layer ``after[i]`` (counted from 1) is replaced by ``cross(i, x [B, n, H])``."""
+
+        def hook(index: int) -> Callable[..., "torch.Tensor"]:
+            return lambda module, inputs, output: cross(index, output)
+
+        handles = [self.layers[count - 1].register_forward_hook(hook(index)) for index, count in enumerate(after)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def load_causal_model(path: Path, device: "torch.device") -> CausalModel:
+    """The model of a Hugging Face directory in float32; nothing is downloaded.
+
+    Raises:
+        ConfigError: transformers cannot load it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    load_hf_config(path)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} holds no model that transformers can load ({error}); give a Hugging Face model directory"
+        ) from error
+    return CausalModel(model.eval().to(device))
+
+
+def convert_gguf(file: Path, out: Path) -> None:
+    """Write model and tokenizer of a GGUF file as a float32 Hugging Face directory. Needs the package gguf."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).save_pretrained(str(out))
+    AutoTokenizer.from_pretrained(**source).save_pretrained(str(out))

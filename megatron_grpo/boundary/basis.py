@@ -1,51 +1,93 @@
 """Q, the orthonormal basis of one direction of one boundary, and how it learns.
 
-PowerSGD (Vogels et al. 2019) takes one warm power step on weight gradients; here the same step runs on boundary rows,
-and only on the rows of an uncompressed pass, which both ends hold. Legend: N rows, H hidden, r rank.
+PowerSGD (Vogels et al. 2019) takes one warm power step on weight gradients; here the same step runs on boundary rows.
+Legend: N rows, H hidden, r rank.
 """
 
 from typing import Any
 
 import torch
 
-from megatron_grpo.ops.lowrank import orthonormal, power_sketch, random_basis
+from megatron_grpo.boundary.codec import Learner
+from megatron_grpo.ops.lowrank import orthonormal_with_spread, power_sketch, random_basis
+from megatron_grpo.ops.rows import Rows
 
 
-class Basis:
-    """Q ``[H, r]`` fp32 of one direction: the one in use, the one staged for the next step, and the open sketch."""
+class Basis(Learner):
+    """Q ``[H, r]`` fp32, and the spread ``[r]`` of the rows' coordinates in it (up to a common factor).
 
-    def __init__(self, hidden: int, rank: int, seed: int) -> None:
+    Args:
+        dtype: the number format in which Q crosses, and to which both ends round it. fp32 keeps it orthonormal.
+        normalised: fit on rows divided by their norm, so that a few huge ones do not decide it.
+        learns: whether rows are observed at all; the random basis of a control is not.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        rank: int,
+        seed: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        normalised: bool = False,
+        learns: bool = True,
+    ) -> None:
         self.current = random_basis(hidden, rank, seed)
-        self.staged: torch.Tensor | None = None
-        self.sketch: torch.Tensor | None = None
+        self.spread = torch.ones(rank)
+        self._dtype, self._normalised, self._learns = dtype, normalised, learns
+        self._staged: torch.Tensor | None = None
+        self._sketch: torch.Tensor | None = None
 
-    def observe(self, x_NH: torch.Tensor) -> None:
+    @property
+    def is_open(self) -> bool:
+        return self._sketch is not None
+
+    def to(self, device: torch.device) -> "Basis":
+        """This basis, living on ``device`` from now on."""
+        if self.current.device != device:
+            self.current, self.spread = self.current.to(device), self.spread.to(device)
+        return self
+
+    def observe(self, x_NH: torch.Tensor, rows: Rows) -> None:
         """V += X^T (X Q), fp32, with the Q in use."""
-        self.current = self.current.to(x_NH.device)
-        part = power_sketch(x_NH, self.current)
-        self.sketch = part if self.sketch is None else self.sketch.add_(part)
+        if not self._learns:
+            return
+        x_NH = x_NH.float()
+        if self._normalised:
+            x_NH = torch.nn.functional.normalize(x_NH, dim=-1)
+        part = power_sketch(x_NH, self.to(x_NH.device).current)
+        self._sketch = part if self._sketch is None else self._sketch.add_(part)
 
-    def stage(self, sketch_Hr: torch.Tensor) -> torch.Tensor:
-        """Close the sketch: stage orth(V), to be used from the next :meth:`commit` on; returns what will be in use.
+    def sums(self) -> list[torch.Tensor]:
+        return [] if self._sketch is None else [self._sketch]
 
-        A sketch that is zero or not finite teaches nothing (no gradient crossed, or a bad one): Q stays. Both ends hold
-        the same sketch, so they decide alike.
-        """
-        self.sketch = None
-        if not bool(sketch_Hr.isfinite().all()) or not bool(sketch_Hr.any()):
-            return self.current
-        self.staged = orthonormal(sketch_Hr).contiguous()
-        return self.staged
+    def stage(self) -> None:
+        sketch_Hr, self._sketch = self._sketch, None
+        if sketch_Hr is None or not bool(sketch_Hr.isfinite().all()) or not bool(sketch_Hr.any()):
+            return  # no gradient crossed, or a bad one: Q stays, at both ends alike
+        basis_Hr, spread_r = orthonormal_with_spread(sketch_Hr)
+        self._staged = torch.cat([basis_Hr, spread_r[None]]).to(self._dtype)
+
+    def flat(self) -> torch.Tensor:
+        if self._staged is not None:
+            return self._staged
+        return torch.cat([self.current, self.spread[None]]).to(self._dtype)
+
+    def stage_flat(self, flat: torch.Tensor) -> None:
+        self._staged = flat
 
     def commit(self) -> None:
-        if self.staged is not None:
-            self.current, self.staged = self.staged, None
+        if self._staged is not None:
+            whole = self._staged.float()
+            self.current, self.spread, self._staged = whole[:-1].contiguous(), whole[-1].contiguous(), None
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "current": self.current.clone(),
-            "staged": None if self.staged is None else self.staged.clone(),
+            "spread": self.spread.clone(),
+            "staged": None if self._staged is None else self._staged.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.current, self.staged, self.sketch = state["current"].clone(), state["staged"], None
+        self.current, self.spread = state["current"].clone(), state["spread"].clone()
+        self._staged, self._sketch = state["staged"], None

@@ -1,18 +1,22 @@
 """The one place where the codecs of a boundary are chosen."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megatron_grpo.boundary.basis import Basis
-from megatron_grpo.boundary.codec import Codec
+from megatron_grpo.boundary.codec import Codec, Learner
+from megatron_grpo.boundary.feedback import Dither, FeedbackCodec
 from megatron_grpo.boundary.identity import IdentityCodec
 from megatron_grpo.boundary.lowrank import LowRankCodec
 from megatron_grpo.boundary.mask import MaskCodec
+#IMPORTS
 from megatron_grpo.config import BoundaryConfig, Direction
 from megatron_grpo.ops.lowrank import seed_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BITS = {"int8": 8, "int4": 4, "int3": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,33 +34,104 @@ class BoundaryCodecs:
             return self.dense_forward if dense else self.forward
         return self.dense_backward if dense else self.backward
 
-    def learners(self) -> list[Codec]:
+    def coding(self) -> list[Codec]:
         return [self.forward, self.backward]
 
+    def learners(self) -> list[tuple[Direction, Learner]]:
+        """What is fitted here, each once, with the direction whose rows teach it."""
+        forward, backward = self.forward.learner, self.backward.learner
+        pairs: list[tuple[Direction, Learner]] = [] if forward is None else [("forward", forward)]
+        if backward is not None and backward is not forward:
+            pairs.append(("backward", backward))
+        return pairs
 
-def build_codecs(cfg: BoundaryConfig, *, hidden: int, index: int, seed: int) -> BoundaryCodecs:
-    """Both directions of boundary ``index`` (it joins stage ``index`` to ``index + 1``)."""
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "codecs": [codec.state_dict() for codec in self.coding()],
+            "learners": [learner.state_dict() for _, learner in self.learners()],
+        }
 
-    def basis(direction: Direction) -> Basis:
-        return Basis(hidden, cfg.rank_of(direction, hidden), seed_of(seed, index, direction))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for codec, saved in zip(self.coding(), state["codecs"], strict=True):
+            codec.load_state_dict(saved)
+        for (_, learner), saved in zip(self.learners(), state["learners"], strict=True):
+            learner.load_state_dict(saved)
 
-    shared = basis("forward") if cfg.shared_basis else None
 
-    def build(direction: Direction) -> Codec:
-        dtype = DTYPES[cfg.dense_payload(direction)]
-        kind = cfg.codec_of(direction)
-        if kind == "identity":
-            return IdentityCodec(hidden, dtype)
-        if kind == "mask":
-            return MaskCodec(hidden, cfg.rank_of(direction, hidden), dtype, seed_of(seed, index, direction))
-        if shared is not None:
-            return LowRankCodec(shared, dtype, learns=direction == "forward" and cfg.basis == "anchor")
-        return LowRankCodec(basis(direction), dtype, learns=cfg.basis == "anchor")
+def build_codecs(
+    cfg: BoundaryConfig, *, hidden: int, index: int, seed: int, embedding_VH: torch.Tensor | None = None
+) -> BoundaryCodecs:
+    """Both directions of boundary ``index`` (it joins stage ``index`` to ``index + 1``).
 
+    Args:
+        embedding_VH: the frozen token embedding that both ends hold, where ``boundary.predict`` needs it.
+    """
+    builder = _Builder(cfg, hidden, index, seed, embedding_VH)
     return BoundaryCodecs(
         index=index,
-        forward=build("forward"),
-        backward=build("backward"),
+        forward=builder.codec("forward"),
+        backward=FeedbackCodec(builder.codec("backward")) if cfg.error_feedback else builder.codec("backward"),
         dense_forward=IdentityCodec(hidden, DTYPES[cfg.dense_payload("forward")]),
         dense_backward=IdentityCodec(hidden, DTYPES[cfg.dense_payload("backward")]),
     )
+
+
+class _Builder:
+    """The choice for one boundary."""
+
+    def __init__(
+        self, cfg: BoundaryConfig, hidden: int, index: int, seed: int, embedding_VH: torch.Tensor | None
+    ) -> None:
+        self._cfg, self._hidden, self._index, self._seed = cfg, hidden, index, seed
+        self._embedding_VH = embedding_VH
+        self._shared = self._basis("forward") if cfg.shared_basis else None
+
+    def codec(self, direction: Direction) -> Codec:
+        try:
+            from megatron_grpo.boundary.token_waterfill import TokenWaterfillCodec
+            from megatron_grpo.boundary.transform import Transform, TransformCodec
+            from megatron_grpo.boundary.whitened import WhitenedCodec
+        except ImportError:
+            pass
+        cfg, hidden = self._cfg, self._hidden
+        kind, payload = cfg.codec_of(direction), cfg.payload_of(direction)
+        seed = seed_of(self._seed, self._index, direction)
+        if kind == "identity":
+            return IdentityCodec(hidden, DTYPES[cfg.dense_payload(direction)])
+        if kind == "mask":
+            return MaskCodec(hidden, cfg.rank_of(direction, hidden), DTYPES[cfg.dense_payload(direction)], seed)
+        dither = Dither(seed) if cfg.rounding == "stochastic" else None
+        if kind == "token_waterfill":
+            return TokenWaterfillCodec(hidden, cfg.budget_of(direction), seed, dither)
+        if payload in DTYPES:
+            return LowRankCodec(self._shared or self._basis(direction), DTYPES[payload])
+        if direction == "backward" and payload in BITS:
+            return WhitenedCodec(self._basis(direction), BITS[payload], dither)
+        return TransformCodec(self._transform(direction))
+
+    def _basis(self, direction: Direction) -> Basis:
+        cfg = self._cfg
+        return Basis(
+            self._hidden,
+            cfg.rank_of(direction, self._hidden),
+            seed_of(self._seed, self._index, direction),
+            # Q crosses only where the sender alone fits it; elsewhere it stays fp32 at both ends.
+            dtype=DTYPES[cfg.dense_payload(direction)] if cfg.basis == "self" else torch.float32,
+            normalised=cfg.weighting == "rows",
+            learns=cfg.basis != "random",
+        )
+
+    def _transform(self, direction: Direction) -> "Transform":
+        cfg, hidden = self._cfg, self._hidden
+        return Transform(
+            hidden,
+            cfg.rank_of(direction, hidden),
+            bits=BITS.get(cfg.payload_of(direction)),
+            share=cfg.budget_of(direction),
+            predict=cfg.predict if direction == "forward" else "none",
+            embedding_VH=self._embedding_VH,
+            normalised=cfg.weighting != "energy",
+            learns=cfg.basis != "random",
+            boundary=self._index,
+            seed=seed_of(self._seed, self._index, direction),
+        )

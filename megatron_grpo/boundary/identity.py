@@ -2,7 +2,8 @@
 
 import torch
 
-from megatron_grpo.boundary.codec import Codec
+from megatron_grpo.boundary.codec import Codec, Encoded
+from megatron_grpo.ops.rows import Rows
 
 
 class IdentityCodec(Codec):
@@ -12,11 +13,11 @@ class IdentityCodec(Codec):
         self._hidden = hidden
         self._dtype = dtype
 
-    def payload(self, rows: int, like: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.empty(rows, self._hidden, dtype=self._dtype, device=like.device if like is not None else None)
+    def payload(self, rows: Rows) -> torch.Tensor:
+        return torch.empty(len(rows), self._hidden, dtype=self._dtype, device=rows.index_N.device)
 
-    def encode(self, x_NH: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-        return x_NH.to(self._dtype).contiguous()
+    def encode(self, x_NH: torch.Tensor, rows: Rows) -> Encoded:
+        return Encoded(x_NH.to(self._dtype).contiguous())
 
-    def decode(self, payload: torch.Tensor, positions_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def decode(self, payload: torch.Tensor, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
         return payload.to(dtype)

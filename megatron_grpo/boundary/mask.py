@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.boundary.codec import Codec
+from megatron_grpo.boundary.codec import Codec, Encoded
 from megatron_grpo.ops.mask import coordinate_table, gather_coordinates, scatter_coordinates
+from megatron_grpo.ops.rows import Rows
 
 _TABLE_GROWTH = 256
 
@@ -21,14 +22,14 @@ class MaskCodec(Codec):
         self._step = 0
         self._table = torch.empty(0, kept, dtype=torch.int64)
 
-    def payload(self, rows: int, like: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.empty(rows, self._kept, dtype=self._dtype, device=like.device if like is not None else None)
+    def payload(self, rows: Rows) -> torch.Tensor:
+        return torch.empty(len(rows), self._kept, dtype=self._dtype, device=rows.index_N.device)
 
-    def encode(self, x_NH: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-        return gather_coordinates(x_NH, self._indices(positions_N)).to(self._dtype).contiguous()
+    def encode(self, x_NH: torch.Tensor, rows: Rows) -> Encoded:
+        return Encoded(gather_coordinates(x_NH, self._indices(rows.positions_N)).to(self._dtype).contiguous())
 
-    def decode(self, payload: torch.Tensor, positions_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return scatter_coordinates(payload.to(dtype), self._indices(positions_N), self._hidden)
+    def decode(self, payload: torch.Tensor, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+        return scatter_coordinates(payload.to(dtype), self._indices(rows.positions_N), self._hidden)
 
     def begin_step(self, step: int) -> None:
         if step != self._step:

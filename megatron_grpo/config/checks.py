@@ -18,6 +18,7 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 def check_config(config: Config) -> list[str]:
     """Every combination error as ``key=value: why; remedy``; empty when the run can start."""
     errors = [
+        *_placement(config),
         *_geometry(config),
         *_circuit(config),
         *_shared_basis(config),
@@ -86,6 +87,20 @@ def _tensor(tensor: int, model: dict[str, Any]) -> Iterator[str]:
         )
 
 
+def _placement(config: Config) -> Iterator[str]:
+    if config.parallel.placement == "ranks":
+        return
+    for key in ("tensor", "data"):
+        size = getattr(config.parallel, key)
+        if size > 1:
+            yield f"parallel.{key}={size}: one process holds one replica whole; use 1, or parallel.placement=ranks"
+    if config.model.recompute:
+        yield (
+            "model.recompute=true: would cross the boundaries twice inside one process; "
+            "use false, or parallel.placement=ranks"
+        )
+
+
 def _geometry(config: Config) -> Iterator[str]:
     grpo, data, micro = config.grpo, config.parallel.data, config.train.micro_batch
     shares = data * grpo.minibatches
@@ -103,7 +118,7 @@ def _geometry(config: Config) -> Iterator[str]:
             f"train.micro_batch={micro}: does not divide the {rows} sequences of one minibatch on one rank; "
             f"use {_either(near)}"
         )
-    stages = config.parallel.pipeline
+    stages = config.pipeline_ranks
     if config.in_flight < stages:
         yield f"rollout.in_flight={config.in_flight} leaves stages idle; use at least {stages}"
 

@@ -54,14 +54,19 @@ class Config(Section):
         return raw | {"tokenizer": tokenizer | {"path": path}}
 
     @property
+    def pipeline_ranks(self) -> int:
+        """Ranks that one replica's stages are spread over, for each tensor shard."""
+        return 1 if self.parallel.placement == "one_process" else self.parallel.pipeline
+
+    @property
     def world_size(self) -> int:
-        """Ranks of the run: tensor x pipeline x data."""
-        return self.parallel.tensor * self.parallel.pipeline * self.parallel.data
+        """Ranks of the run: tensor x pipeline x data, or 1 where all stages are in one process."""
+        return self.parallel.tensor * self.pipeline_ranks * self.parallel.data
 
     @property
     def in_flight(self) -> int:
         """Micro-batches that the sampler keeps under way."""
-        return self.rollout.in_flight or self.parallel.pipeline
+        return self.rollout.in_flight or self.pipeline_ranks
 
     @property
     def sequences_per_step(self) -> int:

@@ -161,6 +161,11 @@ class BoundaryConfig(Section):
             return self.rank
         return hidden if self.payload_of(direction) == "waterfill" else min(DEFAULT_RANK, hidden)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether forward rows are coded as what a prediction leaves over."""
+        return self.predict != "none"
+
     def dense_payload(self, direction: Direction) -> Literal["float32", "bfloat16"]:
         """The number format of an uncompressed crossing: bfloat16 unless the payload is float32."""
         return "float32" if self.payload_of(direction) == "float32" else "bfloat16"

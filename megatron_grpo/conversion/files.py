@@ -215,6 +215,12 @@ def stage_weights(
     }
 
 
+def read_embedding(directory: Path) -> torch.Tensor:
+    """The token embedding ``[V, H]`` fp32 of a Hugging Face directory."""
+    with HFReader(directory) as reader:
+        return reader.get(EMBEDDING.hf[0]).float()
+
+
 def _to_megatron(reader: HFReader, shape: ModelShape, weight: Weight, tensor_size: int) -> torch.Tensor:
     """The whole Megatron tensor of ``weight``, before it is cut."""
     parts = [reader.get(name) for name in weight.hf]

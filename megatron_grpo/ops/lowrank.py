@@ -35,8 +35,18 @@ def orthonormal(sketch_Hr: torch.Tensor) -> torch.Tensor:
     included), the missing columns are completed orthonormally. A sketch that is not finite gives a basis that
     is not finite.
     """
+    return orthonormal_with_spread(sketch_Hr)[0]
+
+
+def orthonormal_with_spread(sketch_Hr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`orthonormal` and the spread ``[r]`` of the rows' coordinates in it, scaled to a maximum of 1.
+
+    In a power sketch X^T (X Q) near convergence R_ii is the energy of coordinate i, so the spread is sqrt(R_ii).
+    """
     q_Hr, r_rr = torch.linalg.qr(sketch_Hr.float(), mode="reduced")
-    return torch.where(r_rr.diagonal() < 0, -q_Hr, q_Hr)
+    diagonal_r = r_rr.diagonal()
+    spread_r = (diagonal_r.abs() / diagonal_r.abs().max()).sqrt()
+    return torch.where(diagonal_r < 0, -q_Hr, q_Hr), spread_r
 
 
 def project(x_NH: torch.Tensor, basis_Hr: torch.Tensor) -> torch.Tensor:
@@ -74,11 +84,11 @@ def relative_error(x_NH: torch.Tensor, decoded_NH: torch.Tensor) -> torch.Tensor
     return torch.where(residual == 0, 0.0, (residual / total).sqrt())
 
 
-def basis_digest(basis_Hr: torch.Tensor) -> torch.Tensor:
-    """Digest of the exact bits: the first 8 bytes of their SHA-256 as int64 ``[1]``, on the basis' device."""
-    data = basis_Hr.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    digest = int.from_bytes(hashlib.sha256(data).digest()[:8], "little", signed=True)
-    return torch.tensor([digest], dtype=torch.int64, device=basis_Hr.device)
+def digest(state: torch.Tensor) -> torch.Tensor:
+    """Digest of the exact bits: the first 8 bytes of their SHA-256 as int64 ``[1]``, on the tensor's device."""
+    data = state.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    first = int.from_bytes(hashlib.sha256(data).digest()[:8], "little", signed=True)
+    return torch.tensor([first], dtype=torch.int64, device=state.device)
 
 
 def worth_compressing(rows: int, cols: int, rank: int, min_rate: float) -> bool:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.ops.rows import Rows, SequenceMemory, carrying_rows
 from megatron_grpo.ops.sampling import row_uniforms, sample
 from megatron_grpo.parallel.groups import ParallelGroups
 from megatron_grpo.parallel.link import Kind, Ledger
@@ -25,8 +26,10 @@ class DecodeStage(Protocol):
         """Make an empty cache of ``columns`` columns; ``padding_BP`` is True on left padding."""
         ...
 
-    def forward(self, micro: int, x: torch.Tensor, start: int) -> torch.Tensor:
+    def forward(self, micro: int, x: torch.Tensor, start: int, rows: Rows) -> torch.Tensor:
         """Run columns from ``start``: ids ``[B, n]`` on the first stage, hidden ``[B, n, H]`` elsewhere.
+
+        ``rows`` are those that carry tokens.
 
         Returns hidden ``[B, n, H]``, or on the last stage the logits ``[B, V]`` of the last column, whole on every
         tensor rank.
@@ -40,9 +43,9 @@ class RowLink(Protocol):
     @property
     def kind(self) -> Kind: ...
 
-    def send_rows(self, x_NH: torch.Tensor, positions_N: torch.Tensor) -> dist.Work: ...
+    def send_rows(self, x_NH: torch.Tensor, rows: Rows) -> dist.Work: ...
 
-    def receive_rows(self, positions_N: torch.Tensor) -> torch.Tensor: ...
+    def receive_rows(self, rows: Rows) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class _Micro:
     logp_BR: torch.Tensor
     live_B: torch.Tensor
     lengths_B: torch.Tensor
+    memory: SequenceMemory = field(default_factory=SequenceMemory)
     sends: list[dist.Work] = field(default_factory=list)
 
     def wait_for_sends(self) -> None:
@@ -108,9 +112,9 @@ class PipelineSampler:
         stage: this rank's layers.
         link: this rank's boundaries.
         groups: where this rank stands.
+        stages: of the policy; the ids go back to all but the last, wherever they are.
         in_flight: micro-batches in the pipeline at a time; at least the number of stages keeps every stage busy.
         ledger: counts the ids that go back.
-        hidden: width of a boundary row.
         device: where the work happens.
     """
 
@@ -120,13 +124,13 @@ class PipelineSampler:
         link: RowLink,
         groups: ParallelGroups,
         *,
+        stages: int,
         in_flight: int,
         ledger: Ledger,
-        hidden: int,
         device: torch.device,
     ) -> None:
         self._stage, self._link, self._groups = stage, link, groups
-        self._in_flight, self._ledger, self._hidden, self._device = in_flight, ledger, hidden, device
+        self._stages, self._in_flight, self._ledger, self._device = stages, in_flight, ledger, device
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Sequence[int]], row_ids: torch.Tensor, rule: SamplingRule) -> Batch:
@@ -188,18 +192,13 @@ class PipelineSampler:
     def _advance(self, number: int, micro: _Micro, block: "_Block", row_ids: torch.Tensor, rule: SamplingRule) -> None:
         """One micro-batch through this stage; the last stage draws the next ids and sends them back."""
         ids_Bn, carrying_Bn, start, column = block.ids_Bn, block.carrying_Bn, block.start, block.column
-        positions_Bn = torch.arange(ids_Bn.shape[1], device=self._device).expand_as(ids_Bn) + start
-        positions_N = positions_Bn[carrying_Bn]
+        rows = carrying_rows(carrying_Bn, ids_Bn, start=start, memory=micro.memory)
         x = ids_Bn
         if not self._groups.is_first_stage:
-            x = torch.zeros(*ids_Bn.shape, self._hidden, device=self._device)
-            rows_NH = self._link.receive_rows(positions_N)
-            x = x.to(rows_NH.dtype)
-            x[carrying_Bn] = rows_NH
-        out = self._stage.forward(number, x, start)
+            x = rows.scatter(self._link.receive_rows(rows), ids_Bn.shape[1]).transpose(0, 1)
+        out = self._stage.forward(number, x, start, rows)
         if not self._groups.is_last_stage:
-            rows_NH = out[carrying_Bn]
-            micro.sends.append(self._link.send_rows(rows_NH, positions_N))
+            micro.sends.append(self._link.send_rows(rows.select(out.transpose(0, 1)), rows))
             return
         uniforms_B = row_uniforms(rule.seed, row_ids[micro.rows].to(self._device), column)
         ids_B, logp_B = sample(
@@ -229,7 +228,8 @@ class PipelineSampler:
             work = dist.isend(ids_N, dst=peer, group=self._groups.feedback)
             assert work is not None
             micro.sends.append(work)
-            self._ledger.add("pipeline", self._link.kind, "backward", sent=ids_N.nbytes, dense=ids_N.nbytes)
+        size = ids_N.nbytes * (self._stages - 1)
+        self._ledger.add("pipeline", self._link.kind, "backward", sent=size, dense=size)
 
     def _assemble(self, tokens_BP: torch.Tensor, prompt_lengths_B: torch.Tensor, micros: list[_Micro]) -> Batch:
         lengths_B = torch.cat([micro.lengths_B for micro in micros])

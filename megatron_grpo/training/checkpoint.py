@@ -19,7 +19,7 @@ from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.training.files import CheckpointFolder, write_json_atomic
 from megatron_grpo.training.loss import Replay
 from megatron_grpo.training.policy import Policy
-from megatron_grpo.training.tick import TickRunner
+from megatron_grpo.training.step import StepRunner
 
 ENGINE = "engine"
 RUN_FILE = "run.json"
@@ -39,7 +39,7 @@ def fixed_settings(cfg: Config) -> dict[str, Any]:
     whole = cfg.dump()
     return {
         **{key: whole[key] for key in keys},
-        "parallel": {key: whole["parallel"][key] for key in ("tensor", "pipeline", "data")},
+        "parallel": {key: whole["parallel"][key] for key in ("tensor", "pipeline", "data", "placement")},
         "deepspeed": {"zero_stage": cfg.zero_stage},
         "model": {"dtype": cfg.model.dtype},
         "grpo": {"minibatches": cfg.grpo.minibatches},
@@ -48,7 +48,7 @@ def fixed_settings(cfg: Config) -> dict[str, Any]:
 
 
 def save_checkpoint(
-    cfg: Config, folder: CheckpointFolder, policy: Policy, ticks: TickRunner, progress: Progress
+    cfg: Config, folder: CheckpointFolder, policy: Policy, steps: StepRunner, progress: Progress
 ) -> None:
     """Write a checkpoint after the steps of ``progress``. Collective: every rank; rank 0 makes and renames the folder.
 
@@ -62,7 +62,7 @@ def save_checkpoint(
         target = folder.temporary(tick)
         with folder.writing(tick):
             policy.engine.save(target, ENGINE)
-            torch.save(_rank_state(policy, ticks), target / _rank_file(policy.groups.rank))
+            torch.save(_rank_state(policy, steps), target / _rank_file(policy.groups.rank))
         if leads:
             write_json_atomic(target / RUN_FILE, asdict(progress) | {"settings": fixed_settings(cfg)})
         dist.barrier()
@@ -88,16 +88,14 @@ def read_progress(checkpoint: Path, cfg: Config) -> Progress:
     return Progress(state["steps"], state["validation_start"])
 
 
-def load_checkpoint(checkpoint: Path, policy: Policy, ticks: TickRunner) -> None:
+def load_checkpoint(checkpoint: Path, policy: Policy, steps: StepRunner) -> None:
     """Restore what :func:`save_checkpoint` wrote. Collective: every rank."""
     policy.engine.load(checkpoint, ENGINE)
     state = torch.load(checkpoint / _rank_file(policy.groups.rank), weights_only=True, map_location=policy.device)
-    for key, boundary in _boundaries(policy):
-        for codec, saved in zip(boundary.learners(), state["codecs"][key], strict=True):
-            codec.load_state_dict(saved)
-    held = state["ticks"]["snapshots"]["held"]
-    state["ticks"]["snapshots"]["held"] = {tick: _snapshot(plain) for tick, plain in held.items()}
-    ticks.load_state_dict(state["ticks"])
+    policy.boundaries.load_state_dict(state["boundaries"])
+    snapshots = state["steps"]["ticks"]["snapshots"]
+    snapshots["held"] = {tick: _snapshot(plain) for tick, plain in snapshots["held"].items()}
+    steps.load_state_dict(state["steps"])
     torch.set_rng_state(state["rng"].cpu())
 
 
@@ -105,18 +103,13 @@ def _rank_file(rank: int) -> str:
     return f"rank{rank:05d}.pt"
 
 
-def _boundaries(policy: Policy) -> list[tuple[str, Any]]:
-    sides = (("previous", policy.link.previous), ("following", policy.link.following))
-    return [(key, boundary) for key, boundary in sides if boundary is not None]
-
-
-def _rank_state(policy: Policy, ticks: TickRunner) -> dict[str, Any]:
-    state = ticks.state_dict()
-    held = state["snapshots"]["held"]
-    state["snapshots"] = {"held": {tick: _plain(snapshot) for tick, snapshot in held.items()}}
+def _rank_state(policy: Policy, steps: StepRunner) -> dict[str, Any]:
+    state = steps.state_dict()
+    held = state["ticks"]["snapshots"]["held"]
+    state["ticks"]["snapshots"] = {"held": {tick: _plain(snapshot) for tick, snapshot in held.items()}}
     return {
-        "codecs": {key: [codec.state_dict() for codec in side.learners()] for key, side in _boundaries(policy)},
-        "ticks": state,
+        "boundaries": policy.boundaries.state_dict(),
+        "steps": state,
         "rng": torch.get_rng_state(),
     }
 

@@ -101,7 +101,7 @@ def process_group(cfg: Config) -> Iterator[tuple[ParallelGroups, torch.device]]:
     else:  # one process, started by hand; DeepSpeed asks the environment
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         dist.init_process_group(backend, timeout=timeout, rank=0, world_size=1, store=dist.HashStore())
-    layout = Layout(pipeline=parallel.pipeline, data=parallel.data, tensor=parallel.tensor)
+    layout = Layout(pipeline=cfg.pipeline_ranks, data=parallel.data, tensor=parallel.tensor)
     yield build_groups(layout, parallel.timeout_s), device
     dist.barrier()
     dist.destroy_process_group()
@@ -135,10 +135,12 @@ class _Run:
             progress = Progress(0, {})
             if checkpoint is not None:
                 progress = read_progress(checkpoint, cfg)
-                load_checkpoint(checkpoint, policy, steps.ticks)
+                load_checkpoint(checkpoint, policy, steps)
             record = self._open_record(progress)
             if not progress.validation_start:
                 progress = Progress(0, steps.validate())
+            if checkpoint is None:
+                steps.calibrate()
             record.log(_scores("before training", progress.validation_start))
             progress = self._steps(steps, policy, record, progress)
             if self._stop:
@@ -173,7 +175,7 @@ class _Run:
                 record.write_row(row)
             progress = Progress(done, progress.validation_start)
             if done % train.save_every == 0 or done == train.steps or self._stop:
-                save_checkpoint(self._cfg, self._checkpoints, policy, steps.ticks, progress)
+                save_checkpoint(self._cfg, self._checkpoints, policy, steps, progress)
             if self._stop:
                 record.log(f"SIGTERM: stopped after step {done}, checkpoint saved; go on with --resume auto")
                 break

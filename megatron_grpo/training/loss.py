@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.backends.megatron.p2p import Rows
 from megatron_grpo.backends.megatron.schedule import ModelInput
 from megatron_grpo.config import GrpoConfig, RolloutConfig
 from megatron_grpo.ops.grpo import aggregate, importance_weight, k3_kl, policy_loss
 from megatron_grpo.ops.logprobs import VocabReduce, token_logprobs, token_logprobs_and_entropy
+from megatron_grpo.ops.rows import Rows, carrying_rows
 from megatron_grpo.rollout.batch import Batch
 
 SUMS = ("tokens", "clipped", "entropy", "kl", "gap", "loss")
@@ -64,15 +64,8 @@ def model_inputs(replay: Replay, micro_batch: int) -> tuple[list[ModelInput], li
     for micro in replay.split(micro_batch):
         batch = micro.batch
         inputs.append(ModelInput(batch.input_tokens_BT(), batch.attention_masked_B1TT(), micro))
-        rows.append(carrying_rows(batch))
+        rows.append(carrying_rows(batch.carrying_BT(), batch.input_tokens_BT()))
     return inputs, rows
-
-
-def carrying_rows(batch: Batch) -> Rows:
-    """Rows of the flattened ``[T * B]`` boundary that carry tokens, with their columns."""
-    carrying_TB = batch.carrying_BT().t()
-    columns_TB = torch.arange(len(carrying_TB), device=carrying_TB.device)[:, None].expand_as(carrying_TB)
-    return Rows(carrying_TB.flatten().nonzero().squeeze(1), columns_TB[carrying_TB])
 
 
 def response_logits(logits_BTV: torch.Tensor, batch: Batch) -> torch.Tensor:

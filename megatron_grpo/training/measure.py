@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron_grpo.config import GrpoConfig
 from megatron_grpo.ops.grpo import dead_groups
 from megatron_grpo.parallel.collectives import broadcast_from, sum_over
+from megatron_grpo.parallel.groups import ParallelGroups
 from megatron_grpo.parallel.link import byte_metrics
 from megatron_grpo.training.policy import Policy
 from megatron_grpo.training.tick import TickReport
@@ -67,7 +68,7 @@ class Measure:
         rollout = torch.zeros(8, dtype=torch.float64, device=device)
         if figures is not None and self._leads_replica:
             rollout = figures.sums()
-        errors = self._boundary_errors()
+        errors = policy.boundaries.take_errors().to(device)
         table = sum_over(torch.cat([sums, rollout, errors.flatten()]), None)
         tokens, clipped, entropy, kl, gap = table[:5].tolist()
         row: dict[str, float] = dict(byte_metrics(bytes_sent.cpu()))
@@ -84,7 +85,7 @@ class Measure:
         self._gap_sums += torch.tensor([gap, tokens])
         if figures is not None:
             row["rollout/logprob_gap"] = (self._gap_sums[0] / self._gap_sums[1].clamp(min=1.0)).item()
-            row["rollout/logprob_gap_median"] = self._gap_median(torch.cat(self._gaps))
+            row["rollout/logprob_gap_median"] = gap_median(torch.cat(self._gaps), policy.groups, device)
             self._gaps.clear()
             self._gap_sums.zero_()
             row |= rollout_metrics(table[6:14].tolist(), figures.seconds - figures.reward_seconds)
@@ -92,31 +93,23 @@ class Measure:
             row["time/reward"] = figures.reward_seconds
         return row
 
-    def _boundary_errors(self) -> torch.Tensor:
-        """fp64 ``[boundaries, 2 directions, 2]``, this rank's own sends entered."""
-        groups = self._policy.groups
-        table = torch.zeros(max(groups.layout.pipeline - 1, 1), 2, 2, dtype=torch.float64)
-        sent = self._policy.link.take_errors()
-        if not groups.is_last_stage:
-            table[groups.at.pipeline, 0] += sent[0]
-        if not groups.is_first_stage:
-            table[groups.at.pipeline - 1, 1] += sent[1]
-        return table.to(self._policy.device)
 
-    def _gap_median(self, gaps: torch.Tensor) -> float:
-        """Median over all replicas' response tokens, known to every rank. Collective: every rank."""
-        groups = self._policy.groups
-        if groups.layout.data > 1 and groups.is_last_stage:
-            counts = [torch.zeros(1, dtype=torch.int64, device=gaps.device) for _ in range(groups.data.size())]
-            dist.all_gather(counts, torch.tensor([len(gaps)], device=gaps.device), group=groups.data)
-            width = int(max(count.item() for count in counts))
-            padded = torch.nn.functional.pad(gaps.float(), (0, width - len(gaps)), value=float("nan"))
-            parts = [torch.empty_like(padded) for _ in range(groups.data.size())]
-            dist.all_gather(parts, padded, group=groups.data)
-            gaps = torch.cat(parts)
-        median = gaps.float().nanmedian() if len(gaps) else torch.zeros((), device=gaps.device)
-        value = torch.zeros(1, device=self._policy.device) + median
-        return broadcast_from(value, groups.last_stage_rank, groups.pipeline).item()
+def gap_median(gaps: torch.Tensor, groups: ParallelGroups, device: torch.device) -> float:
+    """Median over all replicas' response tokens of ``gaps`` (the last stage's count), known to every rank.
+
+    Collective: every rank.
+    """
+    if groups.layout.data > 1 and groups.is_last_stage:
+        counts = [torch.zeros(1, dtype=torch.int64, device=gaps.device) for _ in range(groups.data.size())]
+        dist.all_gather(counts, torch.tensor([len(gaps)], device=gaps.device), group=groups.data)
+        width = int(max(count.item() for count in counts))
+        padded = torch.nn.functional.pad(gaps.float(), (0, width - len(gaps)), value=float("nan"))
+        parts = [torch.empty_like(padded) for _ in range(groups.data.size())]
+        dist.all_gather(parts, padded, group=groups.data)
+        gaps = torch.cat(parts)
+    median = gaps.float().nanmedian() if len(gaps) else torch.zeros((), device=gaps.device)
+    value = torch.zeros(1, device=device) + median
+    return broadcast_from(value, groups.last_stage_rank, groups.pipeline).item()
 
 
 def q_errors(table: torch.Tensor) -> dict[str, float]:

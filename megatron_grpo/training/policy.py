@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import torch
 from megatron_grpo.backends.deepspeed import PolicyEngine, deepspeed_runtime
 from megatron_grpo.backends.huggingface import load_hf_config
 from megatron_grpo.backends.megatron.cpu import megatron_runtime
-from megatron_grpo.backends.megatron.decode import LeanStage
+from megatron_grpo.backends.megatron.decode import Cross, LeanStage
+from megatron_grpo.backends.megatron.in_process import InProcessLink
 from megatron_grpo.backends.megatron.model import Stage, build_stage
 from megatron_grpo.backends.megatron.p2p import CodecP2PCommunicator
-from megatron_grpo.boundary.build import DTYPES, BoundaryCodecs, build_codecs
+from megatron_grpo.backends.megatron.schedule import Link
+from megatron_grpo.boundary.build import DTYPES
+from megatron_grpo.boundary.crossing import Boundaries, build_boundaries
 from megatron_grpo.config import Config, layer_split
+from megatron_grpo.conversion.files import read_embedding
 from megatron_grpo.conversion.names import ModelShape, model_shape
 from megatron_grpo.parallel.collectives import VocabShards
 from megatron_grpo.parallel.groups import ParallelGroups
@@ -29,7 +34,7 @@ class Policy:
 
     stage: Stage
     engine: PolicyEngine
-    link: CodecP2PCommunicator
+    link: Link
     ledger: Ledger
     sampler: PipelineSampler
     lean: LeanStage
@@ -40,6 +45,10 @@ class Policy:
     @property
     def shape(self) -> ModelShape:
         return self.stage.shape
+
+    @property
+    def boundaries(self) -> Boundaries:
+        return self.link.boundaries
 
 
 @contextmanager
@@ -65,32 +74,58 @@ def policy_runtime(
             device=device,
         )
         ledger = Ledger()
-        link = build_link(cfg, stage, groups, ledger)
+        link, lean = build_link(cfg, stage, groups, ledger)
         engine = PolicyEngine(stage.module, groups, settings, cfg.optim, tied_copy=_tied_copy(stage, groups))
-        lean = LeanStage(stage)
         sampler = PipelineSampler(
-            lean, link, groups, in_flight=cfg.in_flight, ledger=ledger, hidden=shape.hidden, device=device
+            lean,
+            link,
+            groups,
+            stages=cfg.parallel.pipeline,
+            in_flight=cfg.in_flight,
+            ledger=ledger,
+            device=device,
         )
         vocab = VocabShards(groups.tensor, stage.vocab_start, shape.vocab)
         yield Policy(stage, engine, link, ledger, sampler, lean, vocab, groups, device)
 
 
-def build_link(cfg: Config, stage: Stage, groups: ParallelGroups, ledger: Ledger) -> CodecP2PCommunicator:
-    """The hook of this rank: codecs of the boundary before and after its stage."""
-
-    def codecs(index: int) -> BoundaryCodecs | None:
-        if not 0 <= index < groups.layout.pipeline - 1:
-            return None
-        return build_codecs(cfg.boundary, hidden=stage.shape.hidden, index=index, seed=cfg.train.seed)
-
-    return CodecP2PCommunicator(
+def build_link(
+    cfg: Config, stage: Stage, groups: ParallelGroups, ledger: Ledger
+) -> tuple[Link, LeanStage]:
+    """The boundaries of this rank under the trainer's schedule, and the sampler's stage between them."""
+    stages, here = cfg.parallel.pipeline, groups.at.pipeline
+    together = cfg.parallel.placement == "one_process"
+    boundaries = build_boundaries(
+        cfg.boundary,
+        stages=stages,
+        stage=None if together else here,
+        hidden=stage.shape.hidden,
+        seed=cfg.train.seed,
+        embedding_VH=read_embedding(Path(cfg.model.path)) if cfg.boundary.predicts and stages > 1 else None,
+    )
+    if together:
+        return _joined(InProcessLink(boundaries, ledger), stage, cfg)
+    link = CodecP2PCommunicator(
         groups.pipeline,
         stage.module.config,
-        previous=codecs(groups.at.pipeline - 1),
-        following=codecs(groups.at.pipeline),
+        boundaries=boundaries,
+        stage=here,
         ledger=ledger,
         tp_group=groups.tensor,
     )
+    return link, LeanStage(stage)
+
+
+def _joined(link: InProcessLink, stage: Stage, cfg: Config) -> tuple[InProcessLink, LeanStage]:
+    """Boundaries inside one module, for the trainer and for the sampler."""
+    ends = accumulate(layer_split(stage.shape.layers, cfg.parallel.pipeline))
+    cuts = {end - 1: index for index, end in enumerate(ends) if end < stage.shape.layers}
+    link.install(stage.module, cuts)
+
+    def crossing(index: int) -> Cross:
+        return lambda x_NH, rows: link.cross_rows(index, "forward", x_NH, rows, link.boundaries.current)
+
+    return link, LeanStage(stage, {layer: crossing(index) for layer, index in cuts.items()})
 
 
 def _tied_copy(stage: Stage, groups: ParallelGroups) -> torch.nn.Parameter | None:

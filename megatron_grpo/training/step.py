@@ -5,12 +5,13 @@ Legend: B sequences, G of one prompt.
 
 import time
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
 import torch
 
-from megatron_grpo.backends.megatron.p2p import Pass
 from megatron_grpo.backends.megatron.schedule import forward_only
+from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import Config
 from megatron_grpo.data.problem import Problem, Task
 from megatron_grpo.data.tasks import encode_prompts
@@ -21,7 +22,7 @@ from megatron_grpo.parallel.link import Kind
 from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.rollout.sampler import SamplingRule
 from megatron_grpo.training.loss import ReadLogprobs, Replay, model_inputs
-from megatron_grpo.training.measure import Measure, RolloutFigures
+from megatron_grpo.training.measure import Measure, RolloutFigures, gap_median
 from megatron_grpo.training.policy import Policy
 from megatron_grpo.training.scoring import Scorer, Scores
 from megatron_grpo.training.tick import TickRunner
@@ -47,23 +48,51 @@ class StepRunner:
         self._reference = policy.engine.weights() if cfg.grpo.kl_coef > 0 else None
         self._measure = Measure(policy, cfg.grpo)
         self.ticks = TickRunner(cfg, policy)
+        self._gap: float | None = None  # median |dense - codec| log-prob, as last measured; for rollout.path=auto
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the engine and the codecs."""
+        return {"ticks": self.ticks.state_dict(), "gap": self._gap}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ticks.load_state_dict(state["ticks"])
+        self._gap = state["gap"]
+
+    def calibrate(self) -> None:
+        """Fit the first basis of ``boundary.basis=self``, before the first step. Collective: every rank.
+
+        ``boundary.calibration`` sequences are sampled uncompressed, so that both ends see the same rows and fit alike;
+        where gradients are coded by something fitted, one uncompressed training pass teaches that. All of it counts as
+        basis.
+        """
+        cfg, policy = self._cfg, self._policy
+        if cfg.boundary.basis != "self" or not policy.boundaries.learns:
+            return
+        batch = self._calibration_batch()
+        if policy.boundaries.learns_backward:
+            self.ticks.observe(self._whole_replay(batch), kind="basis")
+        policy.link.refresh(policy.groups.data)
+        policy.boundaries.commit()
+        if cfg.rollout.path == "auto":
+            self._gap = self._measure_gap(batch, dense=False)
 
     def run(self, step: int) -> list[Row]:
         """Step ``step``: one row for each of its ticks, equal on every rank."""
         cfg, policy = self._cfg, self._policy
         start = time.perf_counter()
-        policy.link.begin_step(step)
-        policy.link.commit()
-        # Until the first basis is fitted nothing is compressed: the bootstrap lasts one step, as every basis does.
-        uncompressed = step == 0 and cfg.anchor.enabled and cfg.anchor.bootstrap == "dense"
-        batch, figures = self._rollout(step, uncompressed=uncompressed)
+        policy.boundaries.begin_step(step)
+        policy.boundaries.commit()
+        refreshes = self._refreshes(step)
+        batch, figures = self._rollout(step)
         replays_start = time.perf_counter()
-        replays = self._replays(batch, uncompressed=uncompressed)
+        replays = self._replays(step, batch)
+        if refreshes and cfg.rollout.path == "auto":
+            self._gap = self._measure_gap(batch.rows(0, cfg.train.micro_batch), dense=self._samples_by_codec(step))
         old_seconds = time.perf_counter() - replays_start
         rows = []
         for number, replay in enumerate(replays):
             tick = step * cfg.grpo.minibatches + number
-            report = self.ticks.run(tick, replay, uncompressed=uncompressed)
+            report = self.ticks.run(tick, replay, uncompressed=self._uncompressed(tick), learn=refreshes)
             if number == 0:
                 report.seconds["time/train"] += old_seconds
             last = number == len(replays) - 1
@@ -72,7 +101,32 @@ class StepRunner:
             if last:
                 row["time/step"] = time.perf_counter() - start
             rows.append(row)
+        if refreshes:
+            policy.link.refresh_from_sender(policy.groups.data)
         return rows
+
+    def _uncompressed(self, tick: int) -> bool:
+        """Whether ``tick`` crosses dense: every ``boundary.dense_every``-th, and the bootstrap.
+
+        Until the first basis is fitted nothing is compressed: the bootstrap lasts one step, as every basis does.
+        """
+        cfg = self._cfg
+        bootstrap = cfg.anchor.enabled and cfg.anchor.bootstrap == "dense" and tick < cfg.grpo.minibatches
+        every = cfg.boundary.dense_every
+        return bootstrap or (every > 0 and tick % every == 0)
+
+    def _refreshes(self, step: int) -> bool:
+        """Whether the senders learn from their own rows in ``step``, for the next one."""
+        boundary = self._cfg.boundary
+        due = (step + 1) % boundary.refresh_steps == 0
+        return boundary.basis == "self" and due and self._policy.boundaries.learns
+
+    def _samples_by_codec(self, step: int) -> bool:
+        cfg = self._cfg
+        if cfg.rollout.path == "auto":
+            return self._gap is not None and self._gap <= cfg.rollout.gap_limit
+        bootstrap = step == 0 and cfg.anchor.enabled and cfg.anchor.bootstrap == "dense"
+        return cfg.rollout.path == "codec" and not bootstrap
 
     def validate(self) -> Row:
         """Greedy and sampled score on the held-out problems, through the dense policy.
@@ -81,7 +135,7 @@ class StepRunner:
         """
         cfg = self._cfg
         scores: Row = {}
-        paths = [("", True)] + ([("_codec", False)] if cfg.rollout.path == "codec" else [])
+        paths = [("", True)] + ([("_codec", False)] if cfg.rollout.path != "dense" else [])
         for suffix, dense in paths:
             for name, temperature in (("val/score", None), ("val/score_sampled", 1.0)):
                 scores[name + suffix] = self._validation_score(temperature, dense=dense)
@@ -95,24 +149,26 @@ class StepRunner:
         rule = replace(rule, top_k=0, top_p=1.0)
         sampled = mine or [0]
         _, scores, _ = self._sample(
-            [problems[index] for index in sampled], torch.tensor(sampled), rule, kind="validation", dense=dense
+            [problems[index] for index in sampled], torch.tensor(sampled), rule, Pass("validation", dense=dense)
         )
         total = scores.reward_B.double().sum() if mine else torch.zeros_like(scores.reward_B.double().sum())
         return sum_over(total, groups.data).item() / len(problems)
 
-    def _rollout(self, step: int, *, uncompressed: bool) -> tuple[Batch, RolloutFigures]:
-        cfg, groups = self._cfg, self._policy.groups
+    def _deal(self, first: int, prompts: int) -> tuple[list[Problem], torch.Tensor]:
+        """This replica's share of training problems ``first`` and on, one a sample, and the rows' global numbers."""
+        size, at, layout = self._cfg.grpo.group_size, self._policy.groups.at, self._policy.groups.layout
+        mine = range(at.data * prompts // layout.data, (at.data + 1) * prompts // layout.data)
+        problems = [self._task.train_problem(first + index) for index in mine for _ in range(size)]
+        return problems, torch.arange(mine.start * size, mine.stop * size)
+
+    def _rollout(self, step: int) -> tuple[Batch, RolloutFigures]:
+        cfg = self._cfg
         prompts, size = cfg.grpo.prompts_per_step, cfg.grpo.group_size
-        mine = range(
-            groups.at.data * prompts // groups.layout.data,
-            (groups.at.data + 1) * prompts // groups.layout.data,
-        )
-        problems = [self._task.train_problem(step * prompts + index) for index in mine for _ in range(size)]
-        row_ids = torch.arange(mine.start * size, mine.stop * size)
+        problems, row_ids = self._deal(step * prompts, prompts)
         rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, step, "rollout"))
-        dense = uncompressed or cfg.rollout.path == "dense"
+        plan = Pass("rollout", dense=not self._samples_by_codec(step))
         start = time.perf_counter()
-        batch, scores, seconds = self._sample(problems, row_ids, rule, kind="rollout", dense=dense)
+        batch, scores, seconds = self._sample(problems, row_ids, rule, plan)
         reward_BG = scores.reward_B.view(-1, size)
         advantages_BG = group_advantages(reward_BG, eps=cfg.grpo.eps, std=cfg.grpo.std)
         figures = RolloutFigures(
@@ -126,12 +182,12 @@ class StepRunner:
         return batch.with_advantages(advantages_BG.reshape(-1)), figures
 
     def _sample(
-        self, problems: list[Problem], row_ids: torch.Tensor, rule: SamplingRule, *, kind: Kind, dense: bool
+        self, problems: list[Problem], row_ids: torch.Tensor, rule: SamplingRule, plan: Pass
     ) -> tuple[Batch, Scores, float]:
         """A batch, its scores, and the seconds that scoring took. Collective: every rank."""
         policy = self._policy
         prompts = encode_prompts(self._tokenizer, problems, self._cfg.data.max_prompt)
-        with policy.engine.whole_parameters(), policy.link.running(Pass(kind, dense=dense)):
+        with policy.engine.whole_parameters(), policy.boundaries.running(plan):
             batch = policy.sampler.sample(prompts, row_ids, rule)
         policy.lean.close()
         start = time.perf_counter()
@@ -157,7 +213,35 @@ class StepRunner:
         ends = torch.tensor(sorted(self._tokenizer.eos_ids), device=last.device)
         return ~torch.isin(last, ends)
 
-    def _replays(self, batch: Batch, *, uncompressed: bool) -> list[Replay]:
+    def _calibration_batch(self) -> Batch:
+        """Sampled uncompressed, scored, of whole micro-batches on every replica."""
+        cfg, groups = self._cfg, self._policy.groups
+        size = cfg.grpo.group_size
+        unit = lcm(size, cfg.train.micro_batch) // size * groups.layout.data  # prompts
+        prompts = -(-cfg.boundary.calibration // (size * unit)) * unit
+        problems, row_ids = self._deal(0, prompts)
+        rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, 0, "calibration"))
+        batch, scores, _ = self._sample(problems, row_ids, rule, Pass("basis", dense=True, observe="both"))
+        advantages_BG = group_advantages(scores.reward_B.view(-1, size), eps=cfg.grpo.eps, std=cfg.grpo.std)
+        return batch.with_advantages(advantages_BG.reshape(-1))
+
+    def _whole_replay(self, batch: Batch) -> Replay:
+        """A batch as one minibatch with ratio 1."""
+        data = self._policy.groups.data
+        tokens = sum_over(torch.tensor([batch.response_tokens], device=self._policy.device), data)
+        return Replay(batch, None, None, tokens=int(tokens), sequences=len(batch) * data.size())
+
+    def _measure_gap(self, batch: Batch, *, dense: bool) -> float:
+        """Median |trainer - sampler| log-prob of ``batch`` through the other path than it was sampled by.
+
+        Collective: every rank.
+        """
+        policy, mask_BR = self._policy, batch.response_mask_BR
+        logp_BR = self._logprobs(self._whole_replay(batch), uncompressed=dense, kind="basis")
+        gaps = (logp_BR - batch.sampler_logp_BR).abs()[mask_BR]
+        return gap_median(gaps if policy.groups.is_last_stage else gaps[:0], policy.groups, policy.device)
+
+    def _replays(self, step: int, batch: Batch) -> list[Replay]:
         """The step's minibatches with their old log-probs and global denominators."""
         cfg, groups = self._cfg, self._policy.groups
         size = cfg.rows_per_minibatch
@@ -169,6 +253,7 @@ class StepRunner:
             replay = Replay(minibatch, None, None, tokens=count, sequences=size * groups.layout.data)
             # The first tick runs at the weights that old log-probs are of: its own forward is the old one. Not so
             # where a basis may change inside the step.
+            uncompressed = self._uncompressed(step * cfg.grpo.minibatches + number)
             old = self._logprobs(replay, uncompressed) if number > 0 or cfg.boundary.commit == "tick" else None
             reference = None
             if self._reference is not None:
@@ -177,10 +262,10 @@ class StepRunner:
             replays.append(replace(replay, old_logp_BR=old, reference_logp_BR=reference))
         return replays
 
-    def _logprobs(self, replay: Replay, uncompressed: bool) -> torch.Tensor:
+    def _logprobs(self, replay: Replay, uncompressed: bool, kind: Kind = "old_logprob") -> torch.Tensor:
         """The trainer's log-probs ``[B, R]`` at the current weights, through the codec; zeros off the last stage."""
         policy = self._policy
         inputs, rows = model_inputs(replay, self._cfg.train.micro_batch)
-        plan = Pass("old_logprob", rows=rows, dense=uncompressed)
+        plan = Pass(kind, rows=rows, dense=uncompressed)
         parts: list[Any] = forward_only(policy.stage, policy.link, inputs, plan, self._read)
         return torch.cat(parts) if parts else torch.zeros_like(replay.batch.sampler_logp_BR)

@@ -15,11 +15,12 @@ import torch
 from megatron_grpo.anchor.merger import AnchorMemory, Shards, build_merger
 from megatron_grpo.anchor.schedule import AnchorSchedule
 from megatron_grpo.anchor.snapshots import Snapshot, Snapshots
-from megatron_grpo.backends.megatron.p2p import Pass
 from megatron_grpo.backends.megatron.schedule import finish_gradients, forward_backward
+from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import Config
 from megatron_grpo.ops.merge import agreement_sums
 from megatron_grpo.parallel.collectives import sum_over
+from megatron_grpo.parallel.link import Kind
 from megatron_grpo.training.loss import PolicyLoss, Replay, model_inputs
 from megatron_grpo.training.policy import Policy
 
@@ -90,10 +91,12 @@ class TickRunner:
         self._last_arrival = state["last_arrival"]
         self.skipped = state["skipped"]
 
-    def run(self, tick: int, replay: Replay, *, uncompressed: bool) -> TickReport:
+    def run(self, tick: int, replay: Replay, *, uncompressed: bool, learn: bool = False) -> TickReport:
         """One tick on ``replay``. Collective: every rank.
 
-        ``uncompressed``: boundaries cross dense, and the bases learn from them (bootstrap).
+        Args:
+            uncompressed: boundaries cross dense, and what learns from such passes learns from this one.
+            learn: senders learn from their own rows (``boundary.basis=self``); the caller refreshes.
         """
         policy, schedule = self._policy, self._schedule
         device = policy.device
@@ -105,7 +108,7 @@ class TickRunner:
         with report.timed("time/anchor"):
             arrived = fires and self._fire(tick)
         with report.timed("time/train"):
-            self._fast(replay, report, uncompressed=uncompressed)
+            self._fast(replay, report, uncompressed=uncompressed, learn=learn)
         with report.timed("time/merge"):
             self._merge(tick, report, remembers=remembers, fires=fires, arrived=arrived)
         with report.timed("time/train"):
@@ -123,13 +126,24 @@ class TickRunner:
                 policy.stage, policy.link, inputs, plan, self._loss, scale=policy.groups.layout.data
             )
 
-    def _fast(self, replay: Replay, report: TickReport, *, uncompressed: bool) -> None:
-        collected = self._pass(replay, Pass("fast", dense=uncompressed, observe=uncompressed))
+    def observe(self, replay: Replay, kind: Kind) -> None:
+        """An uncompressed pass that only teaches: its gradients are dropped. Collective: every rank."""
+        self._pass(replay, Pass(kind, dense=True, observe="both"))
+        self._policy.engine.discard_gradients()
+
+    def _fast(self, replay: Replay, report: TickReport, *, uncompressed: bool, learn: bool) -> None:
+        both = uncompressed and self._learns_from_dense
+        plan = Pass("fast", dense=uncompressed, observe="both" if both else "sender" if learn else None)
+        collected = self._pass(replay, plan)
         if collected:
             report.sums = torch.stack([sums for sums, _ in collected]).sum(0)
             report.gaps = torch.cat([gaps for _, gaps in collected])
-        if uncompressed:
+        if both:
             self._policy.link.refresh(self._policy.groups.data)
+
+    @property
+    def _learns_from_dense(self) -> bool:
+        return self._cfg.boundary.basis == "anchor"
 
     def _fire(self, tick: int) -> bool:
         """Replay the remembered tick uncompressed, in place; M learns its gradient, the bases learn its boundaries.
@@ -141,14 +155,16 @@ class TickRunner:
         policy = self._policy
         snapshot = self._snapshots.get(tick - self._schedule.delay)
         with policy.engine.at_weights(snapshot.weights):
-            self._pass(snapshot.batch, Pass("anchor", dense=True, observe=True))
+            plan = Pass("anchor", dense=True, observe="both" if self._learns_from_dense else None)
+            self._pass(snapshot.batch, plan)
         finite = bool(policy.engine.gradient_norm().isfinite())
         if finite:
             self._memory.arrive(policy.engine.gradients())
         policy.engine.discard_gradients()
-        policy.link.refresh(policy.groups.data)
-        if self._cfg.boundary.commit == "tick":
-            policy.link.commit()
+        if self._learns_from_dense:
+            policy.link.refresh(policy.groups.data)
+            if self._cfg.boundary.commit == "tick":
+                policy.boundaries.commit()
         return finite
 
     def _merge(self, tick: int, report: TickReport, *, remembers: bool, fires: bool, arrived: bool) -> None:

@@ -6,6 +6,7 @@ Legend: B micro-batch, n new columns, L columns so far, H hidden, G KV groups, r
 V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_grpo.backends.megatron.model import Stage
+from megatron_grpo.ops.rows import Rows
 from megatron_grpo.parallel.collectives import gather_last_dim
 
 
@@ -37,15 +39,21 @@ class _Cache:
     visible_BL: torch.Tensor
     padded: bool
 
+Cross = Callable[[torch.Tensor, Rows], torch.Tensor]
+
 
 class LeanStage:
     """``rollout.sampler.DecodeStage`` over the parameters of a Megatron stage, which it reads, never copies.
 
     Under ZeRO 3 call it where parameters are whole.
+
+    Args:
+        cross: where all stages are in one process, by layer: the boundary after it, rows to rows.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, cross: dict[int, Cross] | None = None) -> None:
         self._stage = stage
+        self._cross = cross or {}
         self._tensor_group = stage.collection.tp
         shape = stage.shape
         size = self._tensor_group.size()
@@ -69,7 +77,7 @@ class LeanStage:
         """Drop every cache."""
         self._caches.clear()
 
-    def forward(self, micro: int, x: torch.Tensor, start: int) -> torch.Tensor:
+    def forward(self, micro: int, x: torch.Tensor, start: int, rows: Rows) -> torch.Tensor:
         """See ``DecodeStage.forward``."""
         module, cache = self._stage.module, self._caches[micro]
         if module.pre_process:
@@ -80,6 +88,9 @@ class LeanStage:
         mask = self._mask(cache, start, columns)
         for number, layer in enumerate(module.decoder.layers):
             x = self._layer(_weights(layer), cache.kv[number], x, start, cos_n1D, sin_n1D, mask)
+            if number in self._cross:
+                crossed_NH = self._cross[number](rows.select(x.transpose(0, 1)), rows)
+                x = rows.scatter(crossed_NH, columns).transpose(0, 1).contiguous()
         if not module.post_process:
             return x
         last_BH = F.rms_norm(x[:, -1], x.shape[-1:], module.decoder.final_layernorm.weight, self._eps)

@@ -14,8 +14,10 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 
+from megatron_grpo.backends.megatron.in_process import InProcessLink
 from megatron_grpo.backends.megatron.model import Stage
-from megatron_grpo.backends.megatron.p2p import CodecP2PCommunicator, Pass
+from megatron_grpo.backends.megatron.p2p import CodecP2PCommunicator
+from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.parallel.collectives import sum_over
 
 
@@ -37,12 +39,14 @@ class ModelInput:
 LossFunction = Callable[[torch.Tensor, ModelInput], tuple[torch.Tensor, Any]]
 """(logits [B, S, V], micro-batch) -> (this micro-batch's share of the loss, anything to collect). Last stage only."""
 
+Link = CodecP2PCommunicator | InProcessLink
+
 ReadFunction = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def forward_backward(
     stage: Stage,
-    link: CodecP2PCommunicator,
+    link: Link,
     inputs: Sequence[ModelInput],
     plan: Pass,
     loss: LossFunction,
@@ -65,7 +69,7 @@ def forward_backward(
 
 
 def forward_only(
-    stage: Stage, link: CodecP2PCommunicator, inputs: Sequence[ModelInput], plan: Pass, read: ReadFunction
+    stage: Stage, link: Link, inputs: Sequence[ModelInput], plan: Pass, read: ReadFunction
 ) -> list[Any]:
     """Forward of every micro-batch without gradients; ``read`` sees the logits on the last stage. Collective."""
     with torch.no_grad():
@@ -74,7 +78,7 @@ def forward_only(
 
 def _run(
     stage: Stage,
-    link: CodecP2PCommunicator,
+    link: Link,
     inputs: Sequence[ModelInput],
     plan: Pass,
     function: Callable[..., Any],
@@ -93,7 +97,7 @@ def _run(
 
     pipelined = stage.collection.pp.size() > 1
     schedule = forward_backward_pipelining_without_interleaving if pipelined else forward_backward_no_pipelining
-    with link.running(plan):
+    with link.boundaries.running(plan):
         results: list[Any] = schedule(
             forward_step_func=forward_step,
             data_iterator=iter(inputs),

@@ -1,0 +1,170 @@
+"""One boundary as one rank sees it: coding, learning, measuring and counting, whatever wire lies between the ends.
+
+Legend: N rows, H hidden.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from megatron_grpo.boundary.build import BoundaryCodecs, build_codecs
+from megatron_grpo.boundary.codec import Encoded
+from megatron_grpo.config import BoundaryConfig, Direction
+from megatron_grpo.ops.lowrank import error_sums
+from megatron_grpo.ops.rows import Rows, all_rows
+from megatron_grpo.parallel.link import Kind
+
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+
+
+@dataclass(slots=True)
+class Pass:
+    """What the next schedule run is for, and how its boundaries cross.
+
+    Attributes:
+        kind: the ledger's kind.
+        rows: one entry a micro-batch, in order; ``None`` means every row.
+        dense: cross uncompressed.
+        observe: who learns from this pass: ``both`` ends, from the rows that both hold after a dense crossing; the
+            ``sender``, from its own; or nobody.
+    """
+
+    kind: Kind = "fast"
+    rows: Sequence[Rows] | None = None
+    dense: bool = False
+    observe: Literal["both", "sender"] | None = None
+    seen: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.observe != "both" or self.dense, "both ends hold the same rows only where they cross dense"
+
+    def next_rows(self, stream: str, columns: int, batch: int, device: torch.device) -> Rows:
+        """Rows of the micro-batch that ``stream`` carries next: micro-batches pass each stream in order."""
+        number = self.seen.get(stream, 0)
+        self.seen[stream] = number + 1
+        return all_rows(columns, batch, device) if self.rows is None else self.rows[number]
+
+
+class Crossing:
+    """The codecs of one boundary at work.
+
+    Attributes:
+        errors: fp64 ``[2 directions, 2]``: squared error and squared norm of the fast pass's rows sent from here.
+    """
+
+    def __init__(self, codecs: BoundaryCodecs) -> None:
+        self.codecs = codecs
+        self.errors = torch.zeros(len(DIRECTIONS), 2, dtype=torch.float64)
+
+    def encode(self, direction: Direction, x_NH: torch.Tensor, rows: Rows, plan: Pass) -> Encoded:
+        """The sender's part: code, measure, learn."""
+        codec = self.codecs.choose(direction, dense=plan.dense)
+        encoded = codec.encode(x_NH, rows)
+        learner = self.codecs.choose(direction, dense=False).learner
+        if plan.kind == "fast" or plan.observe == "both":
+            if encoded.decoded_NH is None:
+                encoded = Encoded(encoded.payload, codec.decode(encoded.payload, rows, x_NH.dtype))
+            assert encoded.decoded_NH is not None
+            if plan.kind == "fast":
+                self.errors[DIRECTIONS.index(direction)] += error_sums(x_NH, encoded.decoded_NH).cpu()
+            if plan.observe == "both" and learner is not None:
+                learner.observe(encoded.decoded_NH, rows)
+        if plan.observe == "sender" and learner is not None:
+            learner.observe(x_NH, rows)
+        return encoded
+
+    def decode(
+        self, direction: Direction, payload: torch.Tensor, rows: Rows, plan: Pass, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The receiver's part: decode and learn."""
+        decoded_NH = self.codecs.choose(direction, dense=plan.dense).decode(payload, rows, dtype)
+        learner = self.codecs.choose(direction, dense=False).learner
+        if plan.observe == "both" and learner is not None:
+            learner.observe(decoded_NH, rows)
+        return decoded_NH
+
+    def blank(self, direction: Direction, rows: Rows, plan: Pass) -> torch.Tensor:
+        """An empty payload for the receiver."""
+        return self.codecs.choose(direction, dense=plan.dense).payload(rows)
+
+
+class Boundaries:
+    """The boundaries that a rank is an end of, and the pass that is under way. See :func:`build_boundaries`.
+
+    Args:
+        crossings: by index; boundary ``i`` joins stage ``i`` to ``i + 1``.
+        total: boundaries of the whole pipeline.
+    """
+
+    def __init__(self, crossings: dict[int, Crossing], total: int) -> None:
+        self.crossings = crossings
+        self._total = total
+        self.current = Pass()
+
+    @contextmanager
+    def running(self, plan: Pass) -> Iterator[None]:
+        """Boundaries inside the block cross as ``plan`` says; afterwards as before."""
+        before, self.current = self.current, plan
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def begin_step(self, step: int) -> None:
+        """Tell every codec of this rank that a step starts."""
+        for crossing in self.crossings.values():
+            for codec in crossing.codecs.coding():
+                codec.begin_step(step)
+
+    def commit(self) -> None:
+        """Put what is staged to use, on every stage at the same moment."""
+        for crossing in self.crossings.values():
+            for _, learner in crossing.codecs.learners():
+                learner.commit()
+
+    @property
+    def learns(self) -> bool:
+        """Whether anything is fitted, here or elsewhere: codecs are alike at every boundary."""
+        return any(crossing.codecs.learners() for crossing in self.crossings.values())
+
+    @property
+    def learns_backward(self) -> bool:
+        """Whether gradients are coded by something fitted to them."""
+        return any(way == "backward" for crossing in self.crossings.values() for way, _ in crossing.codecs.learners())
+
+    def take_errors(self) -> torch.Tensor:
+        """fp64 ``[boundaries, 2 directions, 2]`` since the last call, what this rank sent entered: they add up."""
+        table = torch.zeros(max(self._total, 1), len(DIRECTIONS), 2, dtype=torch.float64)
+        for index, crossing in self.crossings.items():
+            table[index] += crossing.errors
+            crossing.errors.zero_()
+        return table
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(index): crossing.codecs.state_dict() for index, crossing in self.crossings.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for index, crossing in self.crossings.items():
+            crossing.codecs.load_state_dict(state[str(index)])
+
+
+def build_boundaries(
+    cfg: BoundaryConfig,
+    *,
+    stages: int,
+    stage: int | None,
+    hidden: int,
+    seed: int,
+    embedding_VH: torch.Tensor | None = None,
+) -> Boundaries:
+    """The boundaries of a pipeline of ``stages`` that ``stage`` is an end of; all of them for ``None``."""
+    total = stages - 1
+    indices = range(total) if stage is None else [index for index in (stage - 1, stage) if 0 <= index < total]
+    crossings = {
+        index: Crossing(build_codecs(cfg, hidden=hidden, index=index, seed=seed, embedding_VH=embedding_VH))
+        for index in indices
+    }
+    return Boundaries(crossings, total)

@@ -1,0 +1,102 @@
+"""The rows of a boundary that cross a link: which they are, and what both ends know of them.
+
+Legend: B sequences of a micro-batch, S columns, N rows that carry a token, H hidden.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+
+class SequenceMemory:
+    """The last decoded row of every sequence at each boundary, while its tokens cross one by one."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, torch.Tensor] = {}
+
+    def of(self, boundary: int, sequences: int, like_NH: torch.Tensor) -> torch.Tensor:
+        """``[B, H]`` of boundary ``boundary``, to be read and written; zeros before the first row."""
+        if boundary not in self._last:
+            self._last[boundary] = like_NH.new_zeros(sequences, like_NH.shape[-1])
+        return self._last[boundary]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows in column order (all of column 0 first). Both ends hold the same, so nothing of it crosses.
+
+    Attributes:
+        index_N: places in the flattened ``[S * B]`` order.
+        positions_N: column of each row in its sequence.
+        sequences_N: number of each row's sequence in the micro-batch.
+        tokens_N: id of each row's token, where it is known.
+        batch: B.
+        memory: what crossed before of the same sequences; ``None`` where they cross as a whole.
+    """
+
+    index_N: torch.Tensor
+    positions_N: torch.Tensor
+    sequences_N: torch.Tensor
+    tokens_N: torch.Tensor | None
+    batch: int
+    memory: SequenceMemory | None = field(default=None, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.index_N)
+
+    def columns(self) -> Iterator[slice]:
+        """The rows of one column after the other."""
+        _, counts = torch.unique_consecutive(self.positions_N, return_counts=True)
+        start = 0
+        for count in counts.tolist():
+            yield slice(start, start + count)
+            start += count
+
+    def previous(self) -> torch.Tensor:
+        """int64 ``[N]``: the row before each in its sequence, -1 for the first of this micro-batch."""
+        last_B = self.index_N.new_full((self.batch,), -1)
+        before_N = torch.empty_like(self.index_N)
+        numbers_N = torch.arange(len(self), device=self.index_N.device)
+        for column in self.columns():
+            sequences = self.sequences_N[column]
+            before_N[column] = last_B[sequences]
+            last_B[sequences] = numbers_N[column]
+        return before_N
+
+    def select(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        """The rows ``[N, H]`` of a boundary tensor; the tensor's own memory where every row crosses."""
+        flat_H = x_SBH.reshape(-1, x_SBH.shape[-1])
+        return flat_H if len(self) == len(flat_H) else flat_H[self.index_N]
+
+    def scatter(self, x_NH: torch.Tensor, columns: int) -> torch.Tensor:
+        """``[S, B, H]`` with the rows in their places and zeros elsewhere."""
+        if len(self) < columns * self.batch:
+            rows_NH, x_NH = x_NH, x_NH.new_zeros(columns * self.batch, x_NH.shape[-1])
+            x_NH[self.index_N] = rows_NH
+        return x_NH.view(columns, self.batch, -1)
+
+
+def carrying_rows(
+    carrying_BS: torch.Tensor,
+    tokens_BS: torch.Tensor | None = None,
+    *,
+    start: int = 0,
+    memory: SequenceMemory | None = None,
+) -> Rows:
+    """The rows of columns ``start`` and on, where ``carrying_BS`` is True."""
+    carrying_SB = carrying_BS.t()
+    columns_N, sequences_N = carrying_SB.nonzero(as_tuple=True)
+    return Rows(
+        index_N=columns_N * carrying_SB.shape[1] + sequences_N,
+        positions_N=columns_N + start,
+        sequences_N=sequences_N,
+        tokens_N=None if tokens_BS is None else tokens_BS.t()[carrying_SB],
+        batch=carrying_SB.shape[1],
+        memory=memory,
+    )
+
+
+def all_rows(columns: int, batch: int, device: torch.device) -> Rows:
+    """Every row of ``[S, B]``."""
+    return carrying_rows(torch.ones(batch, columns, dtype=torch.bool, device=device))

@@ -1,4 +1,4 @@
-"""The command line: ``train``, ``plan``, ``eval``. Importing it loads neither torch nor an engine."""
+"""The command line: ``train``, ``plan``, ``eval``, ``sweep``, ``report``, ``bench``. Importing it loads neither torch nor an engine."""
 
 import json
 import os
@@ -106,6 +106,30 @@ def evaluate(
 
         scores: dict[str, Any] = score(cfg)
     print(json.dumps(scores))
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="SWEEP", help="YAML file of arms and seeds.")],
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at once; as many as the cores or GPUs hold by default.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the runs are kept; runs/NAME by default.")] = None,
+    only: Annotated[str, typer.Option(metavar="ARM,...", help="Run these arms only.", show_default=False)] = "",
+    fresh: Annotated[
+        str, typer.Option(metavar="ARM,...", help="Delete the runs of these arms, start anew.", show_default=False)
+    ] = "",
+) -> None:
+    """Run arms x seeds, a few at a time; goes on where it was interrupted. results.json has means and errors."""
+    with _config_errors():
+        from megatron_grpo.sweep.runner import run_sweep
+
+        code = run_sweep(file, out=out, jobs=jobs, only=_names(only), fresh=_names(fresh))
+    raise typer.Exit(code)
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",") if text else []
 
 
 def _checked(config: Path, overrides: list[str] | None) -> Config:

@@ -20,7 +20,7 @@ setup(
         "megatron_grpo.deepspeed_configs",
     ],
     package_dir={"megatron_grpo.deepspeed_configs": "deepspeed_configs"},
-    package_data={"megatron_grpo.deepspeed_configs": ["*.json"]},
+    package_data={"megatron_grpo.deepspeed_configs": ["*.json"], "megatron_grpo.report": ["*.css", "*.js"]},
     install_requires=[
         "deepspeed",
         "megatron-core",
@@ -35,10 +35,10 @@ setup(
         "tensorboard",
         "math-verify",
         "matplotlib",
+        "plotly",
     ],
     extras_require={
         "dev": ["pytest", "pytest-xdist", "ruff", "mypy", "import-linter"],
-        "report": ["plotly"],
         "models": ["gguf", "pyarrow", "reasoning-gym"],
         "peers": ["trl"],
         "wandb": ["wandb"],

@@ -128,6 +128,19 @@ def sweep(
     raise typer.Exit(code)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run or sweep directories.")],
+    out: Annotated[Path, typer.Option(help="The page; PNGs go beside it.")] = Path("report.html"),
+) -> None:
+    """Write an HTML page and PNGs of one or several runs."""
+    with _config_errors():
+        from megatron_grpo.report import write_report
+
+        for path in write_report(runs, out):
+            print(path)
+
+
 def _names(text: str) -> list[str]:
     return text.split(",") if text else []
 

@@ -90,7 +90,7 @@ def write_resolved(config: Config, path: str | os.PathLike[str]) -> None:
     os.replace(aside, target)
 
 
-def _parse(text: str, what: str) -> Any:
+def parse_yaml(text: str, what: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -104,7 +104,7 @@ def _read(file: Path) -> Raw:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"config={file}: is not UTF-8 text; give the path of a YAML file") from error
-    raw = _parse(text, f"config={file}")
+    raw = parse_yaml(text, f"config={file}")
     if not isinstance(raw, dict):
         raise ConfigError(f"config={file}: holds no sections; start with `model: {{path: ...}}`")
     return {section: {} if values is None else values for section, values in raw.items()}
@@ -122,7 +122,7 @@ def _apply(raw: Raw, overrides: list[str]) -> list[str]:
         if not isinstance(raw.setdefault(section, {}), dict):
             continue  # reported by the validation of that section
         try:
-            raw[section][name] = _parse(text, override)
+            raw[section][name] = parse_yaml(text, override)
         except ConfigError as error:
             errors.append(str(error))
     return errors
@@ -172,7 +172,7 @@ def _describe(detail: ErrorDetails) -> str:
         return f"{shown}: {_unknown(location)}"
     if detail["type"] == "value_error":
         return f"{shown}: {detail['ctx']['error']}"
-    return f"{shown}: {'; '.join(_why(detail))}{_default(location)}"
+    return f"{shown}: {'; '.join(explain(detail))}{_default(location)}"
 
 
 def _show(value: Any) -> str:
@@ -220,7 +220,7 @@ _RANGES = {
 }
 
 
-def _why(detail: ErrorDetails) -> tuple[str, str]:
+def explain(detail: ErrorDetails) -> tuple[str, str]:
     """Why and remedy of a wrong type, range or choice."""
     kind = detail["type"]
     if kind in _TYPES:

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from megatron_grpo.report.stats import student_quantile
 from megatron_grpo.sweep.spec import Arm, Sweep
 
 LAST_VALIDATIONS = 3
@@ -122,33 +123,8 @@ def _interval(statistics: Mapping[str, Any]) -> list[float] | None:
     """95 % interval of the mean by Student's t; null for one value."""
     if statistics["stderr"] is None:
         return None
-    reach = t_quantile(0.975, statistics["n"] - 1) * statistics["stderr"]
+    reach = student_quantile(statistics["n"] - 1) * statistics["stderr"]
     return [statistics["mean"] - reach, statistics["mean"] + reach]
-
-
-def t_quantile(probability: float, freedom: int) -> float:
-    """The value that Student's t with ``freedom`` degrees stays below with this probability, at least 0.5.
-
-    Bisects the finite series of its distribution function in theta = atan(t / sqrt(freedom)) (Abramowitz and Stegun,
-    26.7.3 and 26.7.4).
-    """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        theta = (low + high) / 2
-        low, high = (theta, high) if _t_within(theta, freedom) < 2 * probability - 1 else (low, theta)
-    return math.sqrt(freedom) * math.tan(low)
-
-
-def _t_within(theta: float, freedom: int) -> float:
-    """Probability that |t| < sqrt(freedom) * tan(theta)."""
-    odd = freedom % 2
-    term = math.cos(theta) if odd else 1.0
-    total = 0.0
-    for power in range(2 + odd, freedom + 1, 2):
-        total += term
-        term *= (power - 1) / power * math.cos(theta) ** 2
-    series = math.sin(theta) * total
-    return 2 / math.pi * (theta + series) if odd else series
 
 
 def _keys(metrics: Sequence[Metrics]) -> list[str]:

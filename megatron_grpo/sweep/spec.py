@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from megatron_grpo.config import Config, ConfigError, check_config, load_config
-from megatron_grpo.config.loading import _parse, _why
+from megatron_grpo.config.loading import explain, parse_yaml
 from megatron_grpo.config.sections import Natural, Section
 from megatron_grpo.launch import device_ids
 
@@ -121,7 +121,7 @@ def _read(file: Path) -> SweepSpec:
     if not file.is_file():
         raise ConfigError(f"sweep={file}: no such file; give the path of a YAML file with base, seeds and arms")
     try:
-        raw = _parse(file.read_text(encoding="utf-8"), f"sweep={file}")
+        raw = parse_yaml(file.read_text(encoding="utf-8"), f"sweep={file}")
     except UnicodeDecodeError as error:
         raise ConfigError(f"sweep={file}: is not UTF-8 text; give the path of a YAML file") from error
     if not isinstance(raw, dict):
@@ -141,7 +141,7 @@ def _describe(detail: ErrorDetails) -> str:
         if len(detail["loc"]) == 1:
             return f"{key}: unknown key; a sweep has {', '.join(SweepSpec.model_fields)}"
         return f"{key}: unknown key; an arm has {', '.join(ArmSpec.model_fields)}; put overrides below set"
-    return f"{key}={json.dumps(detail['input'], default=str)}: {'; '.join(_why(detail))}"
+    return f"{key}={json.dumps(detail['input'], default=str)}: {'; '.join(explain(detail))}"
 
 
 def _spec_errors(spec: SweepSpec) -> list[str]:

@@ -11,9 +11,10 @@ import pytest
 
 from megatron_grpo import launch
 from megatron_grpo.config import Config, ConfigError, load_config, write_resolved
+from megatron_grpo.report.stats import student_quantile
 from megatron_grpo.sweep import room, runner
 from megatron_grpo.sweep.folder import changed_keys, is_finished, locked
-from megatron_grpo.sweep.results import row_metrics, run_metrics, spread, sweep_results, t_quantile
+from megatron_grpo.sweep.results import row_metrics, run_metrics, spread, sweep_results
 from megatron_grpo.sweep.runner import Runner
 from megatron_grpo.sweep.spec import Sweep, load_sweep
 from megatron_grpo.sweep.view import Lines, Standing, arms_table
@@ -111,7 +112,7 @@ class TestStatistics:
         [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (9, 2.262), (30, 2.042), (120, 1.980)],
     )
     def test_t_quantile_as_in_printed_tables(self, freedom: int, printed: float) -> None:
-        assert t_quantile(0.975, freedom) == pytest.approx(printed, abs=6e-4)
+        assert student_quantile(freedom) == pytest.approx(printed, abs=6e-4)
 
     def test_rows(self) -> None:
         rows: list[dict[str, float | None]] = [

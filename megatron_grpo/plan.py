@@ -2,11 +2,12 @@
 
 from rich.table import Table
 
-from megatron_grpo.config import Config, ConfigError, Direction, layer_split
+from megatron_grpo.config import BoundaryConfig, Config, ConfigError, Direction, layer_split
 from megatron_grpo.config.checks import read_model
 from megatron_grpo.config.engine import read_settings
 
 BYTES = {"float32": 4, "bfloat16": 2}
+PACKED_BITS = {"int8": 8, "int4": 4, "int3": 3}
 DENSE_BYTES = 2
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
@@ -21,19 +22,35 @@ def plan_tables(config: Config) -> list[Table]:
 def training_shares(config: Config, hidden: int) -> dict[str, float]:
     """Predicted bytes of a tick over its dense equivalent (forward and backward in bfloat16), by kind.
 
-    A codec of rank r sends r of ``hidden`` numbers; the old-log-prob pass is one forward, half of a dense
-    equivalent, for every minibatch but the first (whose own forward serves, unless a basis may change inside the
-    step); the anchor is a dense pass every ``anchor.cadence`` ticks.
+    The old-log-prob pass is one forward, half of a dense equivalent, for every minibatch but the first (whose own
+    forward serves, unless a basis may change inside the step); the anchor is a dense pass every ``anchor.cadence``
+    ticks, and ``boundary.dense_every`` makes every so-manieth tick one. What a basis costs is in :func:`basis_bytes`.
     """
     boundary = config.boundary
-    scale = {side: BYTES[boundary.dense_payload(side)] / DENSE_BYTES for side in DIRECTIONS}
-    kept = {side: 1.0 if boundary.codec_of(side) == "identity" else boundary.rank_of(side, hidden) / hidden for side in DIRECTIONS}
-    forward, backward = (scale[side] * kept[side] / 2 for side in DIRECTIONS)
-    dense = sum(scale.values()) / 2
+    dense = sum(BYTES[boundary.dense_payload(side)] / DENSE_BYTES for side in DIRECTIONS) / 2
     anchor = dense / config.anchor.cadence if config.anchor.enabled else 0.0
     minibatches = config.grpo.minibatches
     passes = minibatches if boundary.commit == "tick" else minibatches - 1
-    return {"fast": forward + backward, "old log-probs": forward * passes / minibatches, "anchor": anchor}
+    forward, backward = (crossing_share(boundary, side, hidden) / 2 for side in DIRECTIONS)
+    dense_ticks = 1 / boundary.dense_every if boundary.dense_every else 0.0
+    coded = 1.0 - dense_ticks
+    return {
+        "fast": coded * (forward + backward) + dense_ticks * dense,
+        "old log-probs": (coded * forward + dense_ticks * dense / 2) * passes / minibatches,
+        "anchor": anchor,
+    }
+
+
+def crossing_share(boundary: BoundaryConfig, side: Direction, hidden: int) -> float:
+    """Bytes of one row in one direction over the row in bfloat16: numbers sent x bits, and 16 bits of scale if packed."""
+    codec, payload = boundary.codec_of(side), boundary.payload_of(side)
+    dense_bits = 8 * DENSE_BYTES * hidden
+    if codec == "token_waterfill" or (codec == "lowrank" and payload == "waterfill"):
+        return boundary.budget_of(side)
+    numbers = hidden if codec == "identity" else boundary.rank_of(side, hidden)
+    if codec == "lowrank" and payload in PACKED_BITS:
+        return (numbers * PACKED_BITS[payload] + 8 * DENSE_BYTES) / dense_bits
+    return numbers * 8 * BYTES[boundary.dense_payload(side)] / dense_bits
 
 
 def _model_size(config: Config) -> tuple[int | None, int | None]:

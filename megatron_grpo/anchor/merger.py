@@ -1,15 +1,38 @@
-"""Mergers: G = f(G_comp, M, ...), elementwise on gradient shards, before clipping and the optimizer."""
+"""Mergers: G = f(G_comp, M, ...), elementwise on gradient shards, before clipping and the optimizer; and M itself.
 
-from collections.abc import Sequence
+M ages: :class:`Fading` says what is left of its weight, ``anchor.gate`` whether it is let through.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import torch
 
-from megatron_grpo.config import MergerConfig
-from megatron_grpo.ops.merge import delayed_ef, ema, signed_ema
+from megatron_grpo.config import AnchorConfig, MergerConfig
+from megatron_grpo.ops.bits import pack_bits, unpack_bits
+from megatron_grpo.ops.merge import agreeing, delayed_ef, ema, signed_ema
 
 Shards = list[torch.Tensor]
+Signal = Sequence[torch.Tensor]
+"""M, shard by shard: fp32, or its signs alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fading:
+    """What is left of M's weight as it ages; the default holds it in full.
+
+    Attributes:
+        decay: factor of every tick since M arrived.
+        hold: ticks for which M is used, 0 without a limit.
+    """
+
+    decay: float = 1.0
+    hold: int = 0
+
+    def left(self, held: int) -> float:
+        """Factor on M's weight, ``held`` ticks after it arrived (0 at the fire itself)."""
+        return 0.0 if 0 < self.hold <= held else self.decay**held
 
 
 class Merger(Protocol):
@@ -18,12 +41,20 @@ class Merger(Protocol):
     needs_fast: bool
     """Whether a fire must know the fast gradient of the tick it replays."""
 
-    def arrive(self, m: Shards, fast_then: Shards | None) -> None:
+    def arrive(self, m: Signal, fast_then: Shards | None) -> None:
         """The anchor fired: ``m`` is the new M, ``fast_then`` the replayed tick's compressed gradient, if finite."""
         ...
 
-    def merge(self, fast: Shards, m: Shards) -> float:
-        """Change ``fast`` in place; returns the weight that M's signal had."""
+    def weight(self, fade: float) -> float:
+        """The weight of M's signal when ``fade`` of it, in 0..1, is left."""
+        ...
+
+    def merge(self, fast: Shards, m: Signal, *, fade: float = 1.0, mean: Shards | None = None) -> float:
+        """Change ``fast`` in place; returns the weight that M's signal had. Weight 0 leaves every bit as it is.
+
+        Args:
+            mean: the running mean of the fast gradient; only elements where its sign is M's are changed. ``None``: all.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -36,10 +67,13 @@ class NoMerger:
 
     needs_fast = False
 
-    def arrive(self, m: Shards, fast_then: Shards | None) -> None:
+    def arrive(self, m: Signal, fast_then: Shards | None) -> None:
         """Nothing to keep."""
 
-    def merge(self, fast: Shards, m: Shards) -> float:
+    def weight(self, fade: float) -> float:
+        return 0.0
+
+    def merge(self, fast: Shards, m: Signal, *, fade: float = 1.0, mean: Shards | None = None) -> float:
         return 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,18 +85,27 @@ class NoMerger:
 
 @dataclass
 class SignedEma(NoMerger):
-    """G = alpha * G_comp + (1 - alpha) * |G_comp| * sign(M), the source's rule."""
+    """G = (1 - w) G_comp + w |G_comp| sign(M), w = (1 - alpha) fade; the source's rule at fade 1.
+
+    Up to w = 1/2 it never flips a sign: it only damps the elements on which M disagrees, by 1 - 2w. That alone does
+    not make an old M harmless: one pattern of signs held for many ticks adds up at smaller weights too, only slower.
+    """
 
     alpha: float
 
-    def merge(self, fast: Shards, m: Shards) -> float:
-        for gradient, anchor in zip(fast, m, strict=True):
-            gradient.copy_(signed_ema(gradient, anchor, self.alpha))
-        return 1.0 - self.alpha
+    def weight(self, fade: float) -> float:
+        return (1.0 - self.alpha) * fade
+
+    def merge(self, fast: Shards, m: Signal, *, fade: float = 1.0, mean: Shards | None = None) -> float:
+        weight = self.weight(fade)
+        if weight > 0.0:
+            for gradient, anchor, guide in zip(fast, m, _guides(fast, mean), strict=True):
+                _put(gradient, signed_ema(gradient, anchor, self.alpha, fade), anchor, guide)
+        return weight
 
 
 class DelayedEf(NoMerger):
-    """G = G_comp + lam * (M - G_comp[t - K]): M's excess over what compression gave on the same batch and weights.
+    """G = G_comp + lam * fade * (M - G_comp[t - K]): M's excess over the compressed gradient of its own tick.
 
     The excess is taken at the fire and held until the next.
     """
@@ -73,23 +116,36 @@ class DelayedEf(NoMerger):
         self.lam = lam
         self._excess: Shards | None = None
 
-    def arrive(self, m: Shards, fast_then: Shards | None) -> None:
+    def arrive(self, m: Signal, fast_then: Shards | None) -> None:
         if fast_then is None:  # it was not finite: the excess before it stays in force
             return
         self._excess = [anchor - fast for anchor, fast in zip(m, fast_then, strict=True)]
 
-    def merge(self, fast: Shards, m: Shards) -> float:
-        if self._excess is None:
+    def weight(self, fade: float) -> float:
+        return self.lam * fade
+
+    def merge(self, fast: Shards, m: Signal, *, fade: float = 1.0, mean: Shards | None = None) -> float:
+        weight = self.weight(fade)
+        if self._excess is None or weight == 0.0:
             return 0.0
-        for gradient, excess in zip(fast, self._excess, strict=True):
-            gradient.copy_(delayed_ef(gradient, excess, self.lam))
-        return self.lam
+        for gradient, excess, anchor, guide in zip(fast, self._excess, m, _guides(fast, mean), strict=True):
+            _put(gradient, delayed_ef(gradient, excess, weight), anchor, guide)
+        return weight
 
     def state_dict(self) -> dict[str, Any]:
         return {"excess": self._excess}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._excess = state["excess"]
+
+
+def _guides(fast: Shards, mean: Shards | None) -> Sequence[torch.Tensor | None]:
+    return [None] * len(fast) if mean is None else mean
+
+
+def _put(gradient: torch.Tensor, merged: torch.Tensor, anchor: torch.Tensor, guide: torch.Tensor | None) -> None:
+    """``gradient`` becomes ``merged``, with a guide only where its sign is the anchor's."""
+    gradient.copy_(merged if guide is None else torch.where(agreeing(anchor, guide), merged, gradient))
 
 
 def build_merger(cfg: MergerConfig) -> Merger:
@@ -104,11 +160,13 @@ def build_merger(cfg: MergerConfig) -> Merger:
 class AnchorMemory:
     """M: the running mean of anchor gradients on this rank's shards, fp32, updated at fires only."""
 
+    has_size = True
+
     def __init__(self, beta: float) -> None:
         self._beta = beta
         self.m: Shards | None = None
 
-    def arrive(self, gradients: Sequence[torch.Tensor]) -> Shards:
+    def arrive(self, gradients: Signal) -> Shards:
         """M <- beta * M + (1 - beta) * g, the first g taken whole; returns M."""
         if self.m is None:
             self.m = [gradient.float().clone() for gradient in gradients]
@@ -121,3 +179,94 @@ class AnchorMemory:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.m = state["m"]
+
+
+class PackedSigns(Sequence[torch.Tensor]):
+    """The signs of shards at one bit an element, 1/32 of fp32; an item is a shard's -1, 0 and 1, fp32, made when read.
+
+    sign(0) is 0 and stays so: a shard with an exact zero in it (the embedding of a token that did not occur) keeps a
+    second bit an element, which tells where. What is merged is bit for bit what the unpacked M gives.
+    """
+
+    def __init__(self, shards: Signal) -> None:
+        self._shapes = [list(shard.shape) for shard in shards]
+        self._above = [_packed(shard > 0) for shard in shards]
+        self._nonzero = [None if bool((shard != 0).all()) else _packed(shard != 0) for shard in shards]
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Signal: ...
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Signal:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        shape, nonzero = self._shapes[index], self._nonzero[index]
+        signs = _unpacked(self._above[index], shape) * 2.0 - 1.0
+        return signs if nonzero is None else signs * _unpacked(nonzero, shape)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[number] for number in range(len(self)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shapes": self._shapes, "above": self._above, "nonzero": self._nonzero}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "PackedSigns":
+        """What ``state_dict`` wrote."""
+        signs = cls([])
+        signs._shapes, signs._above, signs._nonzero = state["shapes"], state["above"], state["nonzero"]
+        return signs
+
+
+def _packed(flags: torch.Tensor) -> torch.Tensor:
+    return pack_bits(flags.to(torch.uint8).flatten(), 1)
+
+
+def _unpacked(packed: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    return unpack_bits(packed, torch.Size(shape).numel(), 1).float().view(shape)
+
+
+class SignMemory:
+    """M as the signs of the last anchor gradient (beta 0): a running mean would need their size."""
+
+    has_size = False
+
+    def __init__(self) -> None:
+        self.m: PackedSigns | None = None
+
+    def arrive(self, gradients: Signal) -> PackedSigns:
+        """M <- sign(g); returns M."""
+        self.m = PackedSigns(gradients)
+        return self.m
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"m": None if self.m is None else self.m.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.m = None if state["m"] is None else PackedSigns.from_state(state["m"])
+
+
+class Memory(Protocol):
+    """Where M is kept between fires."""
+
+    has_size: bool
+    """Whether M's elements have their size and not their sign alone, so that norms and cosines mean something."""
+
+    @property
+    def m(self) -> Signal | None: ...
+
+    def arrive(self, gradients: Signal) -> Signal: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def build_memory(anchor: AnchorConfig, merger: MergerConfig) -> Memory:
+    """The one place where it is chosen how M is kept."""
+    return SignMemory() if merger.packed_signs else AnchorMemory(anchor.beta)

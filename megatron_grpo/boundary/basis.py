@@ -32,7 +32,8 @@ class Basis(Learner):
         normalised: bool = False,
         learns: bool = True,
     ) -> None:
-        self.current = random_basis(hidden, rank, seed)
+        # Rounded from the start, so that a basis that is sent before it learned anything is equal at both ends.
+        self.current = random_basis(hidden, rank, seed).to(dtype).float()
         self.spread = torch.ones(rank)
         self._dtype, self._normalised, self._learns = dtype, normalised, learns
         self._staged: torch.Tensor | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_grpo.boundary.build import BoundaryCodecs, build_codecs
-from megatron_grpo.boundary.codec import Encoded
+from megatron_grpo.boundary.codec import Encoded, Learner
 from megatron_grpo.config import BoundaryConfig, Direction
 from megatron_grpo.ops.lowrank import error_sums
 from megatron_grpo.ops.rows import Rows, all_rows
@@ -63,7 +63,7 @@ class Crossing:
         """The sender's part: code, measure, learn."""
         codec = self.codecs.choose(direction, dense=plan.dense)
         encoded = codec.encode(x_NH, rows)
-        learner = self.codecs.choose(direction, dense=False).learner
+        learner = self._learner(direction)
         if plan.kind == "fast" or plan.observe == "both":
             if encoded.decoded_NH is None:
                 encoded = Encoded(encoded.payload, codec.decode(encoded.payload, rows, x_NH.dtype))
@@ -81,10 +81,14 @@ class Crossing:
     ) -> torch.Tensor:
         """The receiver's part: decode and learn."""
         decoded_NH = self.codecs.choose(direction, dense=plan.dense).decode(payload, rows, dtype)
-        learner = self.codecs.choose(direction, dense=False).learner
+        learner = self._learner(direction)
         if plan.observe == "both" and learner is not None:
             learner.observe(decoded_NH, rows)
         return decoded_NH
+
+    def _learner(self, direction: Direction) -> Learner | None:
+        """What rows of ``direction`` teach: a shared basis learns from the forward ones alone."""
+        return next((learner for way, learner in self.codecs.learners() if way == direction), None)
 
     def blank(self, direction: Direction, rows: Rows, plan: Pass) -> torch.Tensor:
         """An empty payload for the receiver."""

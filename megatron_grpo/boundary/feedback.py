@@ -74,7 +74,8 @@ class FeedbackCodec(Codec):
         self._inner.begin_step(step)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"inner": self._inner.state_dict(), "lost": self._lost_SBH}
+        lost = None if self._lost_SBH is None else self._lost_SBH.clone()
+        return {"inner": self._inner.state_dict(), "lost": lost}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._inner.load_state_dict(state["inner"])

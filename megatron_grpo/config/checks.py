@@ -11,7 +11,9 @@ from .engine import conflicts, read_settings
 from .errors import ConfigError
 from .files import data_errors, tokenizer_size, weight_errors
 from .root import Config
+from .sections import BoundaryConfig, Direction
 
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -22,6 +24,7 @@ def check_config(config: Config) -> list[str]:
         *_geometry(config),
         *_circuit(config),
         *_shared_basis(config),
+        *_payloads(config.boundary),
         *_engine(config),
         *data_errors(config.data),
         *_logging(config),
@@ -143,26 +146,70 @@ def _either(values: list[int]) -> str:
 def _circuit(config: Config) -> Iterator[str]:
     """The anchor feeds the basis and the merger."""
     if config.anchor.enabled:
+        yield from _signs(config)
         return
-    boundary, kind = config.boundary, config.merger.kind
-    if boundary.basis == "anchor" and "lowrank" in (
-        boundary.codec_of("forward"),
-        boundary.codec_of("backward"),
-    ):
+    boundary = config.boundary
+    learns = "lowrank" in (boundary.codec_of("forward"), boundary.codec_of("backward"))
+    if boundary.basis == "anchor" and learns and boundary.dense_every == 0:
         yield (
-            "boundary.basis=anchor: is never refreshed with anchor.enabled=false; "
-            "use boundary.basis=random or anchor.enabled=true"
+            "boundary.basis=anchor: is never refreshed with anchor.enabled=false; use boundary.basis=self or random, "
+            "boundary.dense_every, or anchor.enabled=true"
         )
-    if kind != "none":
-        yield f"merger.kind={kind}: has no gradient without an anchor; use none or anchor.enabled=true"
+
+
+def _signs(config: Config) -> Iterator[str]:
+    """Signs alone have no size: no correction, running mean or cosine can be made of them."""
+    merger, beta = config.merger, config.anchor.beta
+    if not merger.packed_signs:
+        return
+    if merger.kind != "signed_ema":
+        yield (
+            f"merger.packed_signs=true: merger.kind={merger.kind} does not use signs alone; "
+            "use merger.kind=signed_ema or packed_signs=false"
+        )
+    if beta != 0.0:
+        yield (
+            f"merger.packed_signs=true: with anchor.beta={beta} M is a running mean, which one bit cannot hold; "
+            "set anchor.beta=0.0 or packed_signs=false"
+        )
+    if merger.gate == "cosine":
+        yield "merger.packed_signs=true: signs alone have no cosine; use merger.gate=agreement, or packed_signs=false"
 
 
 def _shared_basis(config: Config) -> Iterator[str]:
     boundary = config.boundary
-    if boundary.shared_basis and {boundary.codec_of("forward"), boundary.codec_of("backward")} != {"lowrank"}:
+    if not boundary.shared_basis:
+        return
+    if {boundary.codec_of("forward"), boundary.codec_of("backward")} != {"lowrank"}:
         yield (
             "boundary.shared_basis=true: needs the lowrank codec in both directions; "
             "set boundary.codec=lowrank, or shared_basis=false"
+        )
+    elif boundary.packed("forward") or boundary.packed("backward"):
+        yield (
+            "boundary.shared_basis=true: packed payloads fit each direction on its own; "
+            "set boundary.payload=bfloat16, or shared_basis=false"
+        )
+
+
+def _payloads(boundary: BoundaryConfig) -> Iterator[str]:
+    """What a payload asks of its codec."""
+    if boundary.codec_of("forward") == "token_waterfill":
+        yield (
+            "boundary.forward_codec=token_waterfill: shares bits out over a micro-batch, and activations must code "
+            "alike token by token; use it as boundary.backward_codec"
+        )
+    for side in DIRECTIONS:
+        codec, payload = boundary.codec_of(side), boundary.payload_of(side)
+        if codec in ("identity", "mask") and payload not in ("float32", "bfloat16"):
+            yield (
+                f"boundary.{side}_payload={payload}: {codec} sends numbers as they are; use float32 or bfloat16, "
+                f"or boundary.{side}_codec=lowrank"
+            )
+    if boundary.predicts and not boundary.packed("forward"):
+        yield (
+            f"boundary.predict={boundary.predict}: needs a packed forward payload; "
+            "use boundary.forward_payload=waterfill (or int8, int4, int3), or predict=none"
         )
 
 

@@ -116,9 +116,9 @@ class BoundaryConfig(Section):
     """anchor: learns from every uncompressed pass; self: the sender learns from its own tensors; random: the first one
     is kept."""
     refresh_steps: Positive = 4
-    """Steps between refreshes of basis self."""
+    """Steps between refreshes of basis self, and between measurements of the gap for rollout.path auto."""
     calibration: Positive = 32
-    """Sequences sampled uncompressed before the first step, for the first basis of basis self."""
+    """Sequences sampled uncompressed before the first step, for the first basis of basis self and the first gap."""
     predict: Literal["none", "embedding", "embedding+previous"] = "none"
     """Forward rows of a packed payload are coded as what a linear prediction leaves over."""
     weighting: Literal["energy", "rows"] | None = None
@@ -161,6 +161,10 @@ class BoundaryConfig(Section):
             return self.rank
         return hidden if self.payload_of(direction) == "waterfill" else min(DEFAULT_RANK, hidden)
 
+    def packed(self, direction: Direction) -> bool:
+        """Whether rows cross as packed codes of a fitted transform or whitened basis."""
+        return self.codec_of(direction) == "lowrank" and self.payload_of(direction) not in ("float32", "bfloat16")
+
     @property
     def predicts(self) -> bool:
         """Whether forward rows are coded as what a prediction leaves over."""
@@ -183,6 +187,12 @@ class AnchorConfig(Section):
     """The basis before the first refresh: random, or fitted in one uncompressed tick."""
     alarm: Literal["off", "warn", "adapt", "stop"] = "warn"
     """What happens when the run looks like collapsing: a note, less weight for M, or the end of the run."""
+
+    @field_validator("alarm", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: object) -> object:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value
 
 
 class MergerConfig(Section):

@@ -35,10 +35,10 @@ class Progress:
 
 def fixed_settings(cfg: Config) -> dict[str, Any]:
     """What a checkpoint's state means only under: a run that goes on must have the same."""
-    keys = ("boundary", "anchor", "merger")
     whole = cfg.dump()
+    del whole["anchor"]["alarm"]  # a run that the alarm stopped may go on under another
     return {
-        **{key: whole[key] for key in keys},
+        **{key: whole[key] for key in ("boundary", "anchor", "merger")},
         "parallel": {key: whole["parallel"][key] for key in ("tensor", "pipeline", "data", "placement")},
         "deepspeed": {"zero_stage": cfg.zero_stage},
         "model": {"dtype": cfg.model.dtype},

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.anchor.alarm import Alarm
 from megatron_grpo.backends.huggingface import load_tokenizer
 from megatron_grpo.config import Config, ConfigError, deepspeed_settings, write_resolved
 from megatron_grpo.data.tasks import build_task
@@ -41,6 +42,9 @@ LOST_PEER_GRACE_S = 2.0
 STOPPED_BY_SIGNAL = 143
 """Exit code after SIGTERM: 128 + 15, with a checkpoint written."""
 
+STOPPED_BY_ALARM = 3
+"""Exit code when ``anchor.alarm: stop`` ended the run, with a checkpoint written; 1 is a failure, 2 a config error."""
+
 
 def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
     """Run (or go on with) a training run. Called by every rank, under a launcher that set RANK and WORLD_SIZE.
@@ -49,8 +53,9 @@ def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
         resume: ``auto``, a checkpoint, a run directory, or ``None`` to start anew.
 
     Returns:
-        The exit code: 0, or 143 after SIGTERM. An exception on any rank ends its process at once with its traceback
-        and code 1, so that the launcher ends the others.
+        The exit code: 0, 143 after SIGTERM, or 3 when the collapse alarm stopped the run (``anchor.alarm: stop``). An
+        exception on any rank ends its process at once with its traceback and code 1, so that the launcher ends the
+        others.
     """
     try:
         with process_group(cfg) as (groups, device):
@@ -121,7 +126,7 @@ class _Run:
         self._cfg, self._run_dir, self._groups, self._device = cfg, run_dir, groups, device
         self._checkpoints = CheckpointFolder(run_dir / "checkpoints", cfg.train.keep)
         self._signalled = False
-        self._stop = False
+        self._stop = self._alarmed = False
 
     def go(self, resume: str | None) -> int:
         cfg = self._cfg
@@ -146,6 +151,9 @@ class _Run:
             if self._stop:
                 record.close({"status": "stopped", "validation_start": progress.validation_start})
                 return STOPPED_BY_SIGNAL
+            if self._alarmed:
+                record.close({"status": "stopped_by_alarm", "validation_start": progress.validation_start})
+                return STOPPED_BY_ALARM
             target = self._run_dir / "policy"
             export_policy(
                 policy, target, source=Path(cfg.model.path), tokenizer=Path(cfg.tokenizer.path or cfg.model.path)
@@ -161,7 +169,11 @@ class _Run:
         return 0
 
     def _steps(self, steps: StepRunner, policy: Policy, record: RunRecord, progress: Progress) -> Progress:
-        """Run the steps that are left, saving as ``train.save_every`` says, at the end, and on SIGTERM."""
+        """Run the steps that are left, saving as ``train.save_every`` says, at the end, and where the run is stopped.
+
+        SIGTERM stops it after the step under way; so does the collapse alarm, with ``anchor.alarm: stop``, unless that
+        step is the last.
+        """
         train = self._cfg.train
         for step in range(progress.steps, train.steps):
             rows = steps.run(step)
@@ -169,17 +181,36 @@ class _Run:
             # What all ranks agree on, not what a handler may set on one of them at any moment. No validation then: the
             # launcher kills what has not ended 30 s after SIGTERM.
             self._stop = self._any_rank(self._signalled)
-            if not self._stop and (done % train.eval_every == 0 or done == train.steps):
+            notices, stands = self._watch(rows, steps.ticks.alarm)
+            self._alarmed = stands and self._cfg.anchor.alarm == "stop" and done < train.steps
+            if not self._stop and (done % train.eval_every == 0 or done == train.steps or self._alarmed):
                 rows[-1] |= steps.validate()
             for row in rows:
                 record.write_row(row)
+            for notice in notices:
+                record.log(notice)
             progress = Progress(done, progress.validation_start)
-            if done % train.save_every == 0 or done == train.steps or self._stop:
+            if done % train.save_every == 0 or done == train.steps or self._stop or self._alarmed:
                 save_checkpoint(self._cfg, self._checkpoints, policy, steps, progress)
             if self._stop:
                 record.log(f"SIGTERM: stopped after step {done}, checkpoint saved; go on with --resume auto")
                 break
+            if self._alarmed:
+                record.log(f"stopped by the alarm after step {done}, checkpoint saved")
+                break
         return progress
+
+    def _watch(self, rows: list[Row], alarm: Alarm) -> tuple[list[str], bool]:
+        """Show a step's rows to the alarm and add its keys to them: what it says, and whether it stands at any of them.
+
+        Rows are equal on every rank, so alarms are.
+        """
+        if self._cfg.anchor.alarm == "off":
+            return [], False
+        states = [alarm.update(row) for row in rows]
+        for row, state in zip(rows, states, strict=True):
+            row |= {"alarm/score": state.score, "alarm/fired": float(state.fired)}
+        return [state.notice for state in states if state.notice], any(state.fired for state in states)
 
     def _open_record(self, progress: Progress) -> RunRecord:
         if self._groups.rank != 0:

@@ -60,6 +60,9 @@ METRIC_KEYS: tuple[str, ...] = (
     "anchor/cos_fast",
     "anchor/sign_agreement",
     "merger/weight",
+    "merger/gate_cos",
+    "alarm/score",
+    "alarm/fired",
     "train/skipped",
     "train/lr",
 )

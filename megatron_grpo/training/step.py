@@ -59,21 +59,22 @@ class StepRunner:
         self._gap = state["gap"]
 
     def calibrate(self) -> None:
-        """Fit the first basis of ``boundary.basis=self``, before the first step. Collective: every rank.
+        """Fit the first basis of ``boundary.basis=self`` and measure the first gap of ``rollout.path=auto``.
 
-        ``boundary.calibration`` sequences are sampled uncompressed, so that both ends see the same rows and fit alike;
-        where gradients are coded by something fitted, one uncompressed training pass teaches that. All of it counts as
-        basis.
+        Collective: every rank, before the first step. ``boundary.calibration`` sequences are sampled uncompressed, so
+        that both ends see the same rows and fit alike; where gradients are coded by something fitted, one uncompressed
+        training pass teaches that. All of it counts as basis.
         """
-        cfg, policy = self._cfg, self._policy
-        if cfg.boundary.basis != "self" or not policy.boundaries.learns:
+        policy = self._policy
+        if not (self._owns_basis or self._measures_gap):
             return
         batch = self._calibration_batch()
-        if policy.boundaries.learns_backward:
-            self.ticks.observe(self._whole_replay(batch), kind="basis")
-        policy.link.refresh(policy.groups.data)
-        policy.boundaries.commit()
-        if cfg.rollout.path == "auto":
+        if self._owns_basis:
+            if policy.boundaries.learns_backward:
+                self.ticks.observe(self._whole_replay(batch), kind="basis")
+            policy.link.refresh(policy.groups.data)
+            policy.boundaries.commit()
+        if self._measures_gap:
             self._gap = self._measure_gap(batch, dense=False)
 
     def run(self, step: int) -> list[Row]:
@@ -82,11 +83,12 @@ class StepRunner:
         start = time.perf_counter()
         policy.boundaries.begin_step(step)
         policy.boundaries.commit()
-        refreshes = self._refreshes(step)
+        due = (step + 1) % cfg.boundary.refresh_steps == 0
+        refreshes = due and self._owns_basis
         batch, figures = self._rollout(step)
         replays_start = time.perf_counter()
         replays = self._replays(step, batch)
-        if refreshes and cfg.rollout.path == "auto":
+        if due and self._measures_gap:
             self._gap = self._measure_gap(batch.rows(0, cfg.train.micro_batch), dense=self._samples_by_codec(step))
         old_seconds = time.perf_counter() - replays_start
         rows = []
@@ -115,15 +117,18 @@ class StepRunner:
         every = cfg.boundary.dense_every
         return bootstrap or (every > 0 and tick % every == 0)
 
-    def _refreshes(self, step: int) -> bool:
-        """Whether the senders learn from their own rows in ``step``, for the next one."""
-        boundary = self._cfg.boundary
-        due = (step + 1) % boundary.refresh_steps == 0
-        return boundary.basis == "self" and due and self._policy.boundaries.learns
+    @property
+    def _owns_basis(self) -> bool:
+        """Whether senders learn from their own rows."""
+        return self._cfg.boundary.basis == "self" and self._policy.boundaries.learns
+
+    @property
+    def _measures_gap(self) -> bool:
+        return self._cfg.rollout.path == "auto"
 
     def _samples_by_codec(self, step: int) -> bool:
         cfg = self._cfg
-        if cfg.rollout.path == "auto":
+        if self._measures_gap:
             return self._gap is not None and self._gap <= cfg.rollout.gap_limit
         bootstrap = step == 0 and cfg.anchor.enabled and cfg.anchor.bootstrap == "dense"
         return cfg.rollout.path == "codec" and not bootstrap
@@ -221,7 +226,8 @@ class StepRunner:
         prompts = -(-cfg.boundary.calibration // (size * unit)) * unit
         problems, row_ids = self._deal(0, prompts)
         rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, 0, "calibration"))
-        batch, scores, _ = self._sample(problems, row_ids, rule, Pass("basis", dense=True, observe="both"))
+        plan = Pass("basis", dense=True, observe="both" if self._owns_basis else None)
+        batch, scores, _ = self._sample(problems, row_ids, rule, plan)
         advantages_BG = group_advantages(scores.reward_B.view(-1, size), eps=cfg.grpo.eps, std=cfg.grpo.std)
         return batch.with_advantages(advantages_BG.reshape(-1))
 

@@ -4,7 +4,7 @@ The circuit of a tick, in order: remember -> anchor -> fast -> merge -> clip -> 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.anchor.merger import AnchorMemory, Shards, build_merger
+from megatron_grpo.anchor.alarm import Alarm
+from megatron_grpo.anchor.gate import build_gate, cosine
+from megatron_grpo.anchor.merger import Fading, Shards, Signal, build_memory, build_merger
 from megatron_grpo.anchor.schedule import AnchorSchedule
 from megatron_grpo.anchor.snapshots import Snapshot, Snapshots
 from megatron_grpo.backends.megatron.schedule import finish_gradients, forward_backward
@@ -68,8 +70,11 @@ class TickRunner:
         self._cfg, self._policy = cfg, policy
         self._loss = PolicyLoss(cfg.grpo, cfg.rollout, policy.vocab)
         self._schedule = AnchorSchedule(cfg.anchor.cadence, cfg.anchor.delay) if cfg.anchor.enabled else None
-        self._memory = AnchorMemory(cfg.anchor.beta)
+        self._memory = build_memory(cfg.anchor, cfg.merger)
         self._merger = build_merger(cfg.merger)
+        self._fading = Fading(cfg.merger.decay, cfg.merger.hold)
+        self._gate = build_gate(cfg.merger)
+        self.alarm = Alarm(cfg.anchor, cfg.merger)
         self._snapshots = Snapshots()
         self._last_arrival: int | None = None
         self.skipped = 0
@@ -79,6 +84,8 @@ class TickRunner:
         return {
             "memory": self._memory.state_dict(),
             "merger": self._merger.state_dict(),
+            "gate": self._gate.state_dict(),
+            "alarm": self.alarm.state_dict(),
             "snapshots": self._snapshots.state_dict(),
             "last_arrival": self._last_arrival,
             "skipped": self.skipped,
@@ -87,6 +94,8 @@ class TickRunner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._memory.load_state_dict(state["memory"])
         self._merger.load_state_dict(state["merger"])
+        self._gate.load_state_dict(state["gate"])
+        self.alarm.load_state_dict(state["alarm"])
         self._snapshots.load_state_dict(state["snapshots"])
         self._last_arrival = state["last_arrival"]
         self.skipped = state["skipped"]
@@ -172,9 +181,7 @@ class TickRunner:
         if schedule is None:
             return
         fast = self._policy.engine.gradients()
-        # A fast gradient that is not finite is not remembered: it would poison the ticks after the fire.
-        if remembers and merger.needs_fast and bool(self._policy.engine.gradient_norm().isfinite()):
-            self._snapshots.get(tick).fast = [gradient.float().clone() for gradient in fast]
+        self._remember_fast(tick, fast, kept=remembers and merger.needs_fast)
         report.values["anchor/fired"] = float(fires)
         if arrived and memory.m is not None:
             self._last_arrival = tick
@@ -182,22 +189,44 @@ class TickRunner:
         if fires:
             self._snapshots.forget(tick - schedule.delay)
         age = schedule.age(tick, self._last_arrival)
+        report.values["merger/weight"] = 0.0
         if age is None or memory.m is None:
-            report.values["merger/weight"] = 0.0
             return
         report.values["anchor/age"] = float(age)
-        agreement = self._agreement(fast, memory.m)
-        report.values |= agreement_metrics(agreement)
-        merges = agreement[2].sqrt() > NEGLIGIBLE
-        report.values["merger/weight"] = merger.merge(fast, memory.m) if merges else 0.0
+        sums, gate_sums = self._agreement(fast, memory.m)
+        report.values |= agreement_metrics(sums, cosine_too=memory.has_size)
+        if self._gate.mean is not None and memory.has_size:
+            report.values["merger/gate_cos"] = cosine(gate_sums)
+        share = self._gate.share(gate_sums)
+        if sums[2].sqrt() > NEGLIGIBLE and share > 0.0:
+            fade = self._fading.left(age - schedule.delay) * self.alarm.factor
+            guide = self._gate.mean if self._gate.elementwise else None
+            report.values["merger/weight"] = share * merger.merge(fast, memory.m, fade=fade, mean=guide)
 
-    def _agreement(self, fast: Shards, m: Shards) -> torch.Tensor:
-        """``ops.merge.agreement_sums`` over the whole model. Collective: every rank."""
-        total = torch.zeros(5, dtype=torch.float64, device=self._policy.device)
-        for gradient, anchor, counts in zip(fast, m, self._policy.engine.counted_once(), strict=True):
+    def _remember_fast(self, tick: int, fast: Shards, *, kept: bool) -> None:
+        """The fast gradient as the merger (``kept``) and the gate want it. Collective: every rank.
+
+        One that is not finite is left out: it would poison the ticks to come.
+        """
+        if not (kept or self._gate.watches) or not bool(self._policy.engine.gradient_norm().isfinite()):
+            return
+        if kept:
+            self._snapshots.get(tick).fast = [gradient.float().clone() for gradient in fast]
+        self._gate.watch(fast)
+
+    def _agreement(self, fast: Shards, m: Signal) -> tuple[torch.Tensor, torch.Tensor]:
+        """``ops.merge.agreement_sums`` over the whole model: of the fast gradient with M ``[5]``; and of its running
+        mean with M, then the number of elements ``[6]`` (zeros where no mean is kept). Collective: every rank."""
+        total = torch.zeros(11, dtype=torch.float64, device=self._policy.device)
+        means: Sequence[torch.Tensor | None] = self._gate.mean or [None] * len(fast)
+        for gradient, anchor, mean, counts in zip(fast, m, means, self._policy.engine.counted_once(), strict=True):
             if counts:
-                total += agreement_sums(gradient, anchor)
-        return sum_over(total, None)
+                total[:5] += agreement_sums(gradient, anchor)
+                if mean is not None:
+                    total[5:10] += agreement_sums(mean, anchor)
+                    total[10] += mean.numel()
+        total = sum_over(total, None)
+        return total[:5], total[5:]
 
     def _update(self, tick: int, report: TickReport) -> None:
         """Clip by the true global norm and step; a gradient that is not finite skips the tick, on every rank alike."""
@@ -216,11 +245,11 @@ class TickRunner:
         report.values["train/skipped"] = float(self.skipped)
 
 
-def agreement_metrics(sums: torch.Tensor) -> dict[str, float]:
-    """Cosine and sign agreement of the fast gradient with M from ``ops.merge.agreement_sums``."""
-    product, fast, anchor, agree, compared = sums.tolist()
-    norms = (fast * anchor) ** 0.5
-    return {
-        "anchor/cos_fast": product / norms if norms > 0 else 0.0,
-        "anchor/sign_agreement": agree / compared if compared > 0 else 0.0,
-    }
+def agreement_metrics(sums: torch.Tensor, *, cosine_too: bool) -> dict[str, float]:
+    """Sign agreement, and where M has more than signs the cosine, of the fast gradient with M.
+
+    ``sums``: ``ops.merge.agreement_sums``.
+    """
+    *_, agree, compared = sums.tolist()
+    metrics = {"anchor/sign_agreement": agree / compared if compared > 0 else 0.0}
+    return metrics | ({"anchor/cos_fast": cosine(sums)} if cosine_too else {})

@@ -1,12 +1,26 @@
 """The anchor's calendar, its memory and the mergers, against tables by hand and ten-line references."""
 
+import io
+from typing import Any
+
 import pytest
 import torch
 
-from megatron_grpo.anchor.merger import AnchorMemory, DelayedEf, SignedEma, build_merger
+from megatron_grpo.anchor.gate import Gate, build_gate, cosine
+from megatron_grpo.anchor.merger import (
+    AnchorMemory,
+    DelayedEf,
+    Fading,
+    PackedSigns,
+    SignedEma,
+    SignMemory,
+    build_memory,
+    build_merger,
+)
 from megatron_grpo.anchor.schedule import AnchorSchedule
 from megatron_grpo.anchor.snapshots import Snapshot, Snapshots
-from megatron_grpo.config import MergerConfig
+from megatron_grpo.config import AnchorConfig, MergerConfig
+from megatron_grpo.ops.merge import agreement_sums
 
 BY_HAND = {  # (C, K): fires up to tick 44, ticks remembered for them, {tick: age of M}
     (5, 5): ([5, 10, 15, 20, 25, 30, 35, 40], [0, 5, 10, 15, 20, 25, 30, 35], {4: None, 5: 5, 9: 9, 10: 5}),
@@ -191,3 +205,160 @@ def test_merger_and_memory_survive_a_checkpoint() -> None:
     merger_again.merge(theirs, memory_again.m)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     assert not torch.equal(mine[0], now[0])
+
+
+def test_fading_by_hand() -> None:
+    """Half of the weight goes at every tick, and from the third tick on M is not used."""
+    assert [Fading(decay=0.5, hold=3).left(held) for held in range(5)] == [1.0, 0.5, 0.25, 0.0, 0.0]
+    assert [Fading(hold=1).left(held) for held in range(3)] == [1.0, 0.0, 0.0]
+    # The control: neither set, nothing fades, however long M is held.
+    assert {Fading().left(held) for held in range(1000)} == {1.0}
+
+
+@pytest.mark.parametrize("alpha", [0.25, 0.1, 1 / 3, 0.7])
+def test_without_fading_the_source_rule_holds_bit_for_bit(alpha: float) -> None:
+    (g,), (m,) = gradients(1, seed=16), gradients(1, seed=17)
+    expected = [alpha * x + (1.0 - alpha) * x.abs() * y.sign() for x, y in zip(g, m, strict=True)]
+    assert SignedEma(alpha).merge(g, m, fade=Fading().left(37)) == 1.0 - alpha
+    assert all(torch.equal(a, b) for a, b in zip(g, expected, strict=True))
+
+
+@pytest.mark.parametrize("cfg", [{"kind": "signed_ema", "alpha": 0.1}, {"kind": "delayed_ef", "lam": 2.0}])
+def test_an_m_that_has_faded_changes_no_bit(cfg: dict[str, Any]) -> None:
+    merger = build_merger(MergerConfig.model_validate(cfg))
+    (g,), (m,), (then,) = gradients(1, seed=18), gradients(1, seed=19), gradients(1, seed=20)
+    g[0][0], before = -0.0, [x.clone() for x in g]
+    before[0][0] = -0.0
+    merger.arrive(m, then)
+    assert merger.merge(g, m, fade=0.0) == 0.0
+    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(g, before, strict=True))
+
+
+def test_delayed_ef_fades() -> None:
+    """Weight lam * fade = 0.5: g + 0.5 (m - then)."""
+    merger = DelayedEf(lam=2.0)
+    g = [torch.tensor([1.0, 2.0])]
+    merger.arrive([torch.tensor([3.0, -1.0])], [torch.tensor([1.0, 1.0])])
+    assert merger.merge(g, [torch.tensor([3.0, -1.0])], fade=0.25) == 0.5
+    assert g[0].tolist() == [2.0, 1.0]
+
+
+GATED = [{"kind": "signed_ema", "alpha": 0.25}, {"kind": "delayed_ef", "lam": 1.0}]
+
+
+@pytest.mark.parametrize("cfg", GATED)
+def test_the_agreement_gate_is_the_plain_merger_where_signs_agree_and_nothing_elsewhere(cfg: dict[str, Any]) -> None:
+    plain, gated = (build_merger(MergerConfig.model_validate(cfg)) for _ in range(2))
+    (g,), (m,), (mean,), (then,) = (gradients(1, seed=seed) for seed in (21, 22, 23, 24))
+    m[0][:2] = 0.0
+    mean[0][1] = 0.0
+    raw, merged = [x.clone() for x in g], [x.clone() for x in g]
+    for merger in (plain, gated):
+        merger.arrive(m, then)
+    plain.merge(merged, m)
+    gated.merge(g, m, mean=mean)
+    for shard in range(2):
+        for got, own, all_in, a, b in zip(g[shard], raw[shard], merged[shard], m[shard], mean[shard], strict=True):
+            assert got == (all_in if float(a) * float(b) > 0 else own)
+
+
+def run_gate(gate: Gate, fast: list[list[torch.Tensor]]) -> None:
+    for tick in fast:
+        gate.watch(tick)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "agreement"])
+def test_a_gate_goes_by_the_running_mean_of_the_fast_gradient(kind: str) -> None:
+    """mean <- 0.9 mean + 0.1 g from the first g, number by number; the cosine and the share of equal signs from it."""
+    fast, (m,) = gradients(6, seed=25), gradients(1, seed=26)
+    gate = build_gate(MergerConfig.model_validate({"gate": kind}))
+    run_gate(gate, fast)
+    mean = torch.cat(fast[0]).tolist()
+    for tick in fast[1:]:
+        mean = [0.9 * old + 0.1 * new for old, new in zip(mean, torch.cat(tick).tolist(), strict=True)]
+    assert gate.mean is not None
+    assert torch.cat(gate.mean).tolist() == pytest.approx(mean, rel=1e-5, abs=1e-6)
+    flat = torch.cat(m).tolist()
+    dot = sum(a * b for a, b in zip(mean, flat, strict=True))
+    size = (sum(a * a for a in mean) * sum(b * b for b in flat)) ** 0.5
+    sums = torch.stack([agreement_sums(a, b) for a, b in zip(gate.mean, m, strict=True)]).sum(0)
+    sums = torch.cat([sums, torch.tensor([19.0])])  # 7 + 12 elements
+    assert cosine(sums) == pytest.approx(dot / size, rel=1e-4)
+    if kind == "agreement":
+        assert gate.share(sums) == pytest.approx(sum(a * b > 0 for a, b in zip(mean, flat, strict=True)) / 19)
+    else:
+        for offset, share in ((-0.01, 1.0), (0.01, 0.0)):
+            threshold = build_gate(MergerConfig(gate="cosine", gate_threshold=dot / size + offset))
+            assert threshold.share(sums) == share
+
+
+@pytest.mark.parametrize("kind", ["cosine", "agreement"])
+def test_a_gate_survives_a_checkpoint_and_keeps_its_own_copy(kind: str) -> None:
+    fast = gradients(8, seed=27)
+    whole, first, second = (build_gate(MergerConfig.model_validate({"gate": kind})) for _ in range(3))
+    run_gate(whole, [[x.clone() for x in tick] for tick in fast])
+    run_gate(first, fast[:3])
+    second.load_state_dict(saved(first.state_dict()))
+    for tick in fast[:3]:  # engines reuse their buffers
+        for shard in tick:
+            shard.zero_()
+    run_gate(second, fast[3:])
+    assert whole.mean is not None and second.mean is not None
+    assert all(torch.equal(a, b) for a, b in zip(whole.mean, second.mean, strict=True))
+
+
+def test_no_gate_is_open_and_keeps_nothing() -> None:
+    gate = build_gate(MergerConfig())
+    assert not gate.watches and gate.mean is None and gate.share(torch.zeros(6)) == 1.0
+
+
+def saved(state: dict[str, Any]) -> dict[str, Any]:
+    """Through a file, as a checkpoint reads it."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+def test_packed_signs_merge_bit_for_bit_what_m_does_zeros_included() -> None:
+    (g,), (m,), (mean,) = (gradients(1, seed=seed) for seed in (28, 29, 30))
+    m[1] = m[1].view(3, 4)
+    m[1][1] = 0.0
+    g[1], mean[1] = g[1].view(3, 4), mean[1].view(3, 4)
+    memory, plain = build_memory(AnchorConfig(beta=0.0), MergerConfig(packed_signs=True)), AnchorMemory(beta=0.0)
+    assert isinstance(memory, SignMemory) and not memory.has_size
+    packed = memory.arrive(m)
+    whole = plain.arrive(m)
+    assert [shard.tolist() for shard in packed] == [shard.sign().tolist() for shard in m]
+    for fade, guide in ((1.0, None), (0.3, None), (1.0, mean)):
+        mine, theirs = [x.clone() for x in g], [x.clone() for x in g]
+        SignedEma(0.25).merge(mine, packed, fade=fade, mean=guide)
+        SignedEma(0.25).merge(theirs, whole, fade=fade, mean=guide)
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        assert guide is not None or not torch.equal(mine[0], g[0])
+
+
+def test_packed_signs_take_a_thirty_second_of_fp32() -> None:
+    """A second bit only for the shard with a zero in it."""
+    shards = [torch.randn(4096), torch.randn(64, 128)]
+    shards[1][5, 7] = 0.0
+
+    def size(signs: PackedSigns) -> list[int]:
+        state = signs.state_dict()
+        bits = zip(state["above"], state["nonzero"], strict=True)
+        return [above.nbytes + (0 if nonzero is None else nonzero.nbytes) for above, nonzero in bits]
+
+    assert size(PackedSigns(shards)) == [4096 * 4 // 32, 2 * 8192 * 4 // 32]
+
+
+def test_packed_signs_survive_a_checkpoint() -> None:
+    (m,) = gradients(1, seed=31)
+    m[0][3] = 0.0
+    memory, again = SignMemory(), SignMemory()
+    again.load_state_dict(saved(memory.state_dict()))
+    assert again.m is None
+    memory.arrive(m)
+    again.load_state_dict(saved(memory.state_dict()))
+    assert again.m is not None and len(again.m) == 2
+    assert [shard.tolist() for shard in again.m] == [shard.sign().tolist() for shard in m]

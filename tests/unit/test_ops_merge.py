@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_grpo.ops.merge import agreement_sums, delayed_ef, ema, signed_ema
+from megatron_grpo.ops.merge import agreeing, agreement_sums, delayed_ef, ema, signed_ema
 
 G = torch.tensor([2.0, -2.0, 4.0, 0.0, -8.0])
 M = torch.tensor([1.0, 3.0, 0.0, 5.0, -0.5])
@@ -20,6 +20,24 @@ def test_signed_ema_by_hand() -> None:
 
 def test_signed_ema_with_alpha_one_is_the_fast_gradient() -> None:
     assert torch.equal(signed_ema(G, M, 1.0), G)
+
+
+def test_signed_ema_fades_by_hand() -> None:
+    # w = 0.75 / 2 = 0.375: agree g, disagree (1 - 2w) g = 0.25 g, m zero 0.625 g
+    assert signed_ema(G, M, 0.25, fade=0.5).tolist() == [2.0, -0.5, 2.5, 0.0, -8.0]
+
+
+def test_up_to_weight_one_half_no_sign_is_flipped() -> None:
+    g, m = torch.randn(2, 1000, generator=torch.Generator().manual_seed(5))
+    for alpha, fade in ((0.5, 1.0), (0.25, 2 / 3 - 1e-6), (0.0, 0.3)):
+        assert bool((signed_ema(g, m, alpha, fade) * g >= 0).all())
+    assert bool((signed_ema(g, m, 0.5, 0.999)[g * m < 0] * g[g * m < 0] > 0).all())
+    assert bool((signed_ema(g, m, 0.49)[g * m < 0] * g[g * m < 0] < 0).all())
+
+
+def test_agreeing_by_hand() -> None:
+    assert agreeing(G, M).tolist() == [True, False, False, False, True]
+    assert agreeing(torch.zeros(2), torch.zeros(2)).tolist() == [False, False]
 
 
 def test_signed_ema_uses_the_sign_of_m_alone() -> None:

@@ -11,9 +11,12 @@ from megatron_grpo.boundary.feedback import Dither, FeedbackCodec
 from megatron_grpo.boundary.identity import IdentityCodec
 from megatron_grpo.boundary.lowrank import LowRankCodec
 from megatron_grpo.boundary.mask import MaskCodec
-#IMPORTS
+from megatron_grpo.boundary.token_waterfill import TokenWaterfillCodec
+from megatron_grpo.boundary.transform import Context, Transform, TransformCodec
+from megatron_grpo.boundary.whitened import WhitenedCodec
 from megatron_grpo.config import BoundaryConfig, Direction
 from megatron_grpo.ops.lowrank import seed_of
+from megatron_grpo.ops.transform import fixed_spec, waterfill_spec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BITS = {"int8": 8, "int4": 4, "int3": 3}
@@ -87,12 +90,6 @@ class _Builder:
         self._shared = self._basis("forward") if cfg.shared_basis else None
 
     def codec(self, direction: Direction) -> Codec:
-        try:
-            from megatron_grpo.boundary.token_waterfill import TokenWaterfillCodec
-            from megatron_grpo.boundary.transform import Transform, TransformCodec
-            from megatron_grpo.boundary.whitened import WhitenedCodec
-        except ImportError:
-            pass
         cfg, hidden = self._cfg, self._hidden
         kind, payload = cfg.codec_of(direction), cfg.payload_of(direction)
         seed = seed_of(self._seed, self._index, direction)
@@ -107,7 +104,7 @@ class _Builder:
             return LowRankCodec(self._shared or self._basis(direction), DTYPES[payload])
         if direction == "backward" and payload in BITS:
             return WhitenedCodec(self._basis(direction), BITS[payload], dither)
-        return TransformCodec(self._transform(direction))
+        return self._transform(direction)
 
     def _basis(self, direction: Direction) -> Basis:
         cfg = self._cfg
@@ -121,17 +118,18 @@ class _Builder:
             learns=cfg.basis != "random",
         )
 
-    def _transform(self, direction: Direction) -> "Transform":
-        cfg, hidden = self._cfg, self._hidden
-        return Transform(
-            hidden,
-            cfg.rank_of(direction, hidden),
-            bits=BITS.get(cfg.payload_of(direction)),
-            share=cfg.budget_of(direction),
-            predict=cfg.predict if direction == "forward" else "none",
-            embedding_VH=self._embedding_VH,
-            normalised=cfg.weighting != "energy",
+    def _transform(self, direction: Direction) -> TransformCodec:
+        cfg, hidden, payload = self._cfg, self._hidden, self._cfg.payload_of(direction)
+        context = Context(cfg.predict if direction == "forward" else "none", hidden, self._embedding_VH)
+        if payload == "waterfill":
+            spec = waterfill_spec(hidden, context.size, share=cfg.budget_of(direction))
+        else:
+            spec = fixed_spec(hidden, context.size, rank=cfg.rank_of(direction, hidden), bits=BITS[payload])
+        learner = Transform(
+            spec,
+            context,
+            seed_of(self._seed, self._index, direction),
+            by_energy=cfg.weighting == "energy",
             learns=cfg.basis != "random",
-            boundary=self._index,
-            seed=seed_of(self._seed, self._index, direction),
         )
+        return TransformCodec(learner, context, f"{direction} {self._index}")

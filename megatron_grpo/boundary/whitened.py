@@ -1,7 +1,7 @@
 """Packed low-rank gradients: whitened coordinates under one scale a token.
 
-Gradients are heavy-tailed over tokens, so ranges fitted once would clip some and lose the rest; a scale of each token's own
-keeps both. Legend: N rows, H hidden, r rank.
+Gradients are heavy-tailed over tokens, so ranges fitted once would clip some and lose the rest; a scale of each
+token's own keeps both. Legend: N rows, H hidden, r rank.
 """
 
 from typing import Any

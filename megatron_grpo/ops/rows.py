@@ -10,16 +10,20 @@ import torch
 
 
 class SequenceMemory:
-    """The last decoded row of every sequence at each boundary, while its tokens cross one by one."""
+    """What is remembered of the sequences of a micro-batch while their tokens cross one by one."""
 
     def __init__(self) -> None:
-        self._last: dict[int, torch.Tensor] = {}
+        self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def of(self, boundary: int, sequences: int, like_NH: torch.Tensor) -> torch.Tensor:
-        """``[B, H]`` of boundary ``boundary``, to be read and written; zeros before the first row."""
-        if boundary not in self._last:
-            self._last[boundary] = like_NH.new_zeros(sequences, like_NH.shape[-1])
-        return self._last[boundary]
+    def of(self, purpose: str, sequences: int, hidden: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last row of every sequence, fp32 ``[B, H]``, zeros at first, and whether there was one, bool ``[B]``.
+
+        Whoever asks for ``purpose`` reads and writes them.
+        """
+        if purpose not in self._kept:
+            last_BH = torch.zeros(sequences, hidden, device=device)
+            self._kept[purpose] = last_BH, torch.zeros(sequences, dtype=torch.bool, device=device)
+        return self._kept[purpose]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,20 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from megatron_grpo.backends.huggingface import load_tokenizer
 from megatron_grpo.config import Config, deepspeed_settings
 from megatron_grpo.conversion.files import hf_weights
+from megatron_grpo.data.tasks import build_task
 from megatron_grpo.parallel.groups import Layout, build_groups
 from megatron_grpo.rollout.batch import Batch
+from megatron_grpo.rollout.rewards import build_reward
 from megatron_grpo.training.loss import Replay
 from megatron_grpo.training.policy import Policy, policy_runtime
+from megatron_grpo.training.scoring import Scorer
+from megatron_grpo.training.step import Row, StepRunner
 
 ROOT = Path(__file__).parents[2]
+TINY = ROOT / "examples/tiny/policy"
 VOCAB, HIDDEN, LAYERS = 61, 32, 4
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -121,10 +127,24 @@ def replay_of(batch: Batch, policy: Policy, *, old: bool = True) -> Replay:
 @contextmanager
 def policy_of(cfg: Config) -> Iterator[Policy]:
     """The policy of this rank, in an initialised world."""
-    layout = Layout(pipeline=cfg.parallel.pipeline, data=cfg.parallel.data, tensor=cfg.parallel.tensor)
+    layout = Layout(pipeline=cfg.pipeline_ranks, data=cfg.parallel.data, tensor=cfg.parallel.tensor)
     groups = build_groups(layout, cfg.parallel.timeout_s)
     with policy_runtime(cfg, groups, deepspeed_settings(cfg), torch.device("cpu")) as policy:
         yield policy
+
+
+def runner_of(cfg: Config, policy: Policy) -> StepRunner:
+    """Whole steps on the task of ``cfg``, with the shipped tokenizer."""
+    scorer = Scorer(build_reward(cfg.reward, cfg.data.task), load_tokenizer(TINY), policy.groups)
+    return StepRunner(cfg, policy, build_task(cfg.data, cfg.train.seed), scorer)
+
+
+def timeless(rows: list[Row]) -> list[Row]:
+    """Rows without what clocks say."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith("time/") and "tokens_per_s" not in key}
+        for row in rows
+    ]
 
 
 def whole(policy: Policy, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

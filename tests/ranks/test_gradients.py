@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_grpo.backends.megatron.p2p import Pass
+from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.parallel.groups import Layout
 from megatron_grpo.training.tick import TickRunner
 from tests.harness import run_ranks

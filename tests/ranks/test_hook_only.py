@@ -51,7 +51,12 @@ def test_the_loss_falls_and_the_bytes_are_the_formula(world: int) -> None:
 def test_the_readme_shows_lines_of_the_script() -> None:
     readme = (SCRIPT.parent / "README.md").read_text()
     source = SCRIPT.read_text()
-    for line in ("codecs = [build_codecs(BOUNDARY, hidden=HIDDEN", "ledger = Ledger()", "p2p_communicator=link"):
+    for line in (
+        "boundaries = build_boundaries(BOUNDARY, stages=stages, stage=stage, hidden=HIDDEN, seed=SEED)",
+        "ledger = Ledger()",
+        "link = CodecP2PCommunicator(groups.pp, model.config, boundaries=boundaries, stage=stage, ledger=ledger)",
+        "p2p_communicator=link",
+    ):
         assert line in readme and line in source
     assert source.count("# +") == 3 + 2 + 1
 

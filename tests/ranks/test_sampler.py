@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron_grpo.backends.megatron.decode import LeanStage
-from megatron_grpo.backends.megatron.p2p import Pass
 from megatron_grpo.backends.megatron.schedule import forward_only
+from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import Config
+from megatron_grpo.ops.rows import Rows
 from megatron_grpo.parallel.groups import Layout
 from megatron_grpo.parallel.link import Ledger
 from megatron_grpo.rollout.batch import Batch
@@ -63,9 +64,9 @@ class CountingStage:
     def open(self, micro: int, padding_BP: torch.Tensor, columns: int) -> None:
         self.inner.open(micro, padding_BP, columns)
 
-    def forward(self, micro: int, x: torch.Tensor, start: int) -> torch.Tensor:
+    def forward(self, micro: int, x: torch.Tensor, start: int, rows: Rows) -> torch.Tensor:
         self.calls.append(micro)
-        return self.inner.forward(micro, x, start)
+        return self.inner.forward(micro, x, start, rows)
 
 
 @dataclass(frozen=True)
@@ -95,21 +96,21 @@ class Bench:
         """Sample ``rows`` of PROMPTS; ``recompute``: also the trainer's log-probs of them through the same boundary."""
         policy, ledger = self._policy, Ledger()
         cfg = self._cfg.model_copy(update={"boundary": self._cfg.boundary.model_copy(update=boundary)})
-        link = build_link(cfg, policy.stage, policy.groups, ledger)
-        stage = CountingStage(policy.lean)
+        link, lean = build_link(cfg, policy.stage, policy.groups, ledger)
+        stage = CountingStage(lean)
         sampler = PipelineSampler(
             stage,
             link,
             policy.groups,
-            in_flight=in_flight or max(policy.groups.layout.pipeline, 1),
+            stages=policy.groups.layout.pipeline,
+            in_flight=in_flight or policy.groups.layout.pipeline,
             ledger=ledger,
-            hidden=HIDDEN,
             device=policy.device,
         )
         plan = Pass("rollout", dense=dense)
-        with policy.engine.whole_parameters(), link.running(plan):
+        with policy.engine.whole_parameters(), link.boundaries.running(plan):
             batch = sampler.sample([PROMPTS[row] for row in rows], torch.tensor(list(rows)), rule)
-        policy.lean.close()
+        lean.close()
         ways = ("forward", "backward")
         sent = (ledger.sent("pipeline", "rollout", ways[0]), ledger.sent("pipeline", "rollout", ways[1]))
         trainer = None

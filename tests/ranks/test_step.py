@@ -7,26 +7,13 @@ import pytest
 import torch
 
 from megatron_grpo.anchor.merger import Shards
-from megatron_grpo.backends.huggingface import load_tokenizer
-from megatron_grpo.backends.megatron.p2p import Pass
-from megatron_grpo.config import Config
-from megatron_grpo.data.tasks import build_task
+from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.parallel.groups import Layout
-from megatron_grpo.rollout.rewards import build_reward
-from megatron_grpo.training.policy import Policy
-from megatron_grpo.training.scoring import Scorer
-from megatron_grpo.training.step import StepRunner
 from megatron_grpo.training.tick import TickRunner
 from tests.harness import run_ranks
-from tests.ranks.support import ROOT, config, minibatch, policy_of, replay_of, write_model
+from tests.ranks.support import TINY, config, minibatch, policy_of, replay_of, runner_of, timeless, write_model
 
-TINY = ROOT / "examples/tiny/policy"
 LOWRANK: dict[str, Any] = {"codec": "lowrank", "rank": 5, "payload": "float32"}
-
-
-def runner_of(cfg: Config, policy: Policy) -> StepRunner:
-    scorer = Scorer(build_reward(cfg.reward, cfg.data.task), load_tokenizer(TINY), policy.groups)
-    return StepRunner(cfg, policy, build_task(cfg.data, cfg.train.seed), scorer)
 
 
 def steps(
@@ -37,11 +24,7 @@ def steps(
     with policy_of(cfg) as policy:
         runner = runner_of(cfg, policy)
         rows = [row for step in range(count) for row in runner.run(step)]
-        timeless = [
-            {key: value for key, value in row.items() if not key.startswith("time/") and "tokens_per_s" not in key}
-            for row in rows
-        ]
-        return timeless, runner.validate()
+        return timeless(rows), runner.validate()
 
 
 @pytest.mark.parametrize("layout", [Layout(pipeline=4), Layout(pipeline=2, data=2)], ids=["pp4", "pp2dp2"])
@@ -123,7 +106,7 @@ def with_bad_ticks(rank: int, world: int, model: str, kind: str) -> tuple[list[d
         runner = TickRunner(cfg, policy)
         values = []
         for tick in range(4):
-            policy.link.commit()
+            policy.boundaries.commit()
             replay = replay_of(minibatch(seed=tick), policy)
             if tick == 1:
                 replay.batch.advantages_B[0] = float("inf")

@@ -5,7 +5,7 @@ Legend: B sequences, S input columns, H hidden, N rows, r rank, V vocabulary sha
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron_grpo.backends.megatron.p2p import CodecP2PCommunicator, Pass
 from megatron_grpo.backends.megatron.schedule import ModelInput, forward_backward, forward_only
 from megatron_grpo.boundary import basis as basis_module
 from megatron_grpo.boundary.basis import Basis
+from megatron_grpo.boundary.crossing import Boundaries, Pass
 from megatron_grpo.config import Config
-from megatron_grpo.ops.lowrank import basis_digest, orthonormal
+from megatron_grpo.ops.lowrank import digest, orthonormal_with_spread
 from megatron_grpo.parallel.groups import Layout
 from megatron_grpo.parallel.link import DIRECTIONS, KINDS, Kind, Ledger
 from megatron_grpo.rollout.batch import Batch
@@ -129,8 +129,8 @@ def rewired(policy: Policy, cfg: Config, **boundary: Any) -> Policy:
     """The policy with a fresh hook and ledger; a policy takes a second to build, a hook nothing."""
     ledger = Ledger()
     cfg = config(Path(cfg.model.path), policy.groups.layout, boundary=boundary)
-    link = build_link(cfg, policy.stage, policy.groups, ledger)
-    return replace(policy, link=link, ledger=ledger)
+    link, lean = build_link(cfg, policy.stage, policy.groups, ledger)
+    return replace(policy, link=link, lean=lean, ledger=ledger)
 
 
 def run_pass(policy: Policy, cfg: Config, plan: Pass, batch: Batch) -> None:
@@ -171,7 +171,7 @@ def counted(base: Policy, cfg: Config) -> list[tuple[Any, ...]]:
         for kind, dense in PASSES:
             policy = rewired(base, cfg, codec=codec, payload=payload, rank=R)
             with wiretap() as wire:
-                run_pass(policy, cfg, Pass(kind, dense=dense, observe=dense), minibatch(COUNTED))
+                run_pass(policy, cfg, Pass(kind, dense=dense, observe="both" if dense else None), minibatch(COUNTED))
             on_wire = (wire.bytes(forward=True), wire.bytes(forward=False))
             ledger = ledger_bytes(policy.ledger)
             counts = policy.ledger.take()
@@ -244,8 +244,7 @@ def test_received_tensors_are_fresh_leaves(two: list[Found]) -> None:
 class PlainP2P(P2PCommunicator):
     """Megatron's own communicator, called as ours is."""
 
-    def running(self, plan: Pass) -> nullcontext[None]:
-        return nullcontext()
+    boundaries = Boundaries({}, 0)
 
 
 def plain_and_identity(policy: Policy) -> list[tuple[list[torch.Tensor], dict[str, torch.Tensor]]]:
@@ -274,35 +273,39 @@ def test_identity_is_megatrons_own_communicator_bit_for_bit(ranks: list[Found]) 
         assert all(torch.equal(our_gradients[name], g) for name, g in plain_gradients.items())
 
 
-def bases_of(link: CodecP2PCommunicator) -> dict[str, Basis]:
+def bases_of(policy: Policy) -> dict[str, Basis]:
     """Bases of this rank's boundaries, named by boundary and direction."""
     named = {}
-    for boundary in (link.previous, link.following):
-        if boundary is not None:
-            for way, codec in zip(DIRECTIONS, boundary.learners(), strict=True):
-                assert codec.basis is not None
-                named[f"{boundary.index} {way}"] = codec.basis
+    for index, crossing in policy.boundaries.crossings.items():
+        for way, learner in crossing.codecs.learners():
+            assert isinstance(learner, Basis)
+            named[f"{index} {way}"] = learner
     return named
+
+
+def staged_of(bases: dict[str, Basis]) -> dict[str, torch.Tensor]:
+    """What each will commit: Q ``[H, r]``, and below it the spread."""
+    return {name: basis.flat().clone() for name, basis in bases.items()}
 
 
 def refreshed(base: Policy, cfg: Config, payload: str) -> dict[str, Any]:
     """A dense observing pass, a refresh, a compressed pass before the commit and one after it."""
     policy = rewired(base, cfg, codec="lowrank", payload=payload, rank=R)
-    bases = bases_of(policy.link)
+    bases = bases_of(policy)
     result: dict[str, Any] = {"old": {name: basis.current.clone() for name, basis in bases.items()}}
     with door(policy.link) as seen:
-        run_pass(policy, cfg, Pass("anchor", dense=True, observe=True), minibatch())
+        run_pass(policy, cfg, Pass("anchor", dense=True, observe="both"), minibatch())
     result["sent"] = seen
     policy.ledger.take()
     with wiretap() as wire:
         policy.link.refresh(policy.groups.data)
     result["refresh"] = (wire.bytes(forward=True) + wire.bytes(forward=False), ledger_bytes(policy.ledger))
-    result["staged"] = {name: basis.staged.clone() for name, basis in bases.items()}
+    result["staged"] = staged_of(bases)
     for moment in ("before", "after"):
         with wiretap() as wire, door(policy.link) as seen:
             run_pass(policy, cfg, Pass("fast"), minibatch())
         result[moment] = ([tensor for _, tensor in wire.messages], [x for name, x in seen if "send" in name])
-        policy.link.commit()
+        policy.boundaries.commit()
     result["new"] = {name: basis.current.clone() for name, basis in bases.items()}
     return result
 
@@ -323,11 +326,11 @@ def test_both_ends_refresh_to_the_same_basis_and_use_it_after_the_commit(two: li
     for name, sender in (("0 forward", first), ("0 backward", last)):
         assert torch.equal(first["old"][name], last["old"][name])
         assert torch.equal(first["staged"][name], last["staged"][name])
-        assert torch.equal(first["new"][name], first["staged"][name])
+        assert torch.equal(first["new"][name], first["staged"][name][:HIDDEN])
         sent = [x.reshape(-1, HIDDEN)[rows] for rows, (_, x) in zip(chosen, sends_of(sender), strict=True)]
         expected = reference_refresh([x.to(dtype) for x in sent], first["old"][name])
-        torch.testing.assert_close(first["staged"][name].double(), expected, atol=2e-4, rtol=0)
-        assert not torch.allclose(first["staged"][name], first["old"][name], atol=1e-2)
+        torch.testing.assert_close(first["new"][name].double(), expected, atol=2e-4, rtol=0)
+        assert not torch.allclose(first["new"][name], first["old"][name], atol=1e-2)
         for moment, basis in (("before", "old"), ("after", "new")):
             for rows, message, x in zip(chosen, *sender[moment], strict=True):
                 coordinates = x.reshape(-1, HIDDEN)[rows] @ sender[basis][name]
@@ -355,8 +358,9 @@ def test_every_rank_of_a_boundary_holds_its_basis(ranks: list[Found], layout: La
         assert result["refresh"][0] == boundaries * 16 == sum(result["refresh"][1].values())
 
 
-def nudged(sketch_Hr: torch.Tensor, amount: float) -> torch.Tensor:
-    return orthonormal(sketch_Hr) + amount
+def nudged(sketch_Hr: torch.Tensor, amount: float) -> tuple[torch.Tensor, torch.Tensor]:
+    basis_Hr, spread_r = orthonormal_with_spread(sketch_Hr)
+    return basis_Hr + amount, spread_r
 
 
 def disagreeing(rank: int, world: int, model: str, layout: Layout) -> list[dict[str, Any]]:
@@ -366,13 +370,13 @@ def disagreeing(rank: int, world: int, model: str, layout: Layout) -> list[dict[
     with policy_of(cfg) as base:
         for wrong in range(world):
             policy = rewired(base, cfg, codec="lowrank", payload="float32", rank=R)
-            run_pass(policy, cfg, Pass("anchor", dense=True, observe=True), minibatch())
+            run_pass(policy, cfg, Pass("anchor", dense=True, observe="both"), minibatch())
             policy.ledger.take()
             nudge = partial(nudged, amount=1e-6 if rank == wrong else 0.0)
-            with wiretap() as wire, mock.patch.object(basis_module, "orthonormal", nudge):
+            with wiretap() as wire, mock.patch.object(basis_module, "orthonormal_with_spread", nudge):
                 policy.link.refresh(policy.groups.data)
-            staged = {name: basis.staged.clone() for name, basis in bases_of(policy.link).items()}
-            digests = {name: int(basis_digest(basis)) for name, basis in staged.items()}
+            staged = staged_of(bases_of(policy))
+            digests = {name: int(digest(flat)) for name, flat in staged.items()}
             on_wire = wire.bytes(forward=True) + wire.bytes(forward=False)
             ledger = ledger_bytes(policy.ledger)
             results.append({"staged": staged, "digests": digests, "wire": on_wire, "ledger": ledger})
@@ -380,8 +384,8 @@ def disagreeing(rank: int, world: int, model: str, layout: Layout) -> list[dict[
 
 
 def test_ends_that_disagree_are_put_right_by_the_lower_stage(llama: Path) -> None:
-    """The digests differ by one nudge, whichever end it hits, so the lower stage's Q crosses, H x r fp32, counted."""
-    basis_bytes = 8 + HIDDEN * R * 4
+    """The digests differ by one nudge, whichever end it hits: the lower stage's Q and spread cross, fp32, counted."""
+    basis_bytes = 8 + (HIDDEN + 1) * R * 4
     for first, last in zip(*run_ranks(disagreeing, 2, str(llama), Layout(pipeline=2)), strict=True):
         for name in ("0 forward", "0 backward"):
             assert torch.equal(first["staged"][name], last["staged"][name])

@@ -36,7 +36,7 @@ def update_after(
         runner = TickRunner(cfg, policy)
         values = []
         for tick in range(ticks):
-            policy.link.commit()
+            policy.boundaries.commit()
             replay = replay_of(minibatch(seed=tick), policy)
             values.append(runner.run(tick, replay, uncompressed=False).values)
         after = weights_of(policy)

@@ -77,7 +77,8 @@ def test_defaults_check_clean(home: Path) -> None:
 def test_defaults_are_those_of_the_design(home: Path) -> None:
     config = load(home)
     assert (config.anchor.cadence, config.anchor.delay, config.anchor.beta) == (5, 5, 0.5)
-    assert (config.boundary.rank, config.boundary.payload, config.merger.alpha) == (5, "bfloat16", 0.25)
+    assert [config.boundary.rank_of(way, 96) for way in ("forward", "backward")] == [5, 5]
+    assert (config.boundary.payload, config.merger.alpha) == ("bfloat16", 0.25)
     assert (config.optim.lr, config.optim.clip, config.grpo.eps) == (5e-5, 1.0, 1e-6)
 
 
@@ -90,6 +91,34 @@ def test_derived_numbers_by_hand(home: Path) -> None:
     assert config.ticks == 14
     assert config.in_flight == 2
     assert config.zero_stage == 1
+
+
+def test_one_process_is_a_world_of_one_rank_with_every_stage(home: Path) -> None:
+    config = load(home, "parallel.placement=one_process", "parallel.pipeline=4")
+    assert (config.world_size, config.pipeline_ranks, config.in_flight) == (1, 1, 1)
+    assert config.parallel.pipeline == 4 and check_config(config) == []
+    ranks = load(home, "parallel.pipeline=4")
+    assert (ranks.world_size, ranks.pipeline_ranks, ranks.in_flight) == (4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "parallel.tensor=2",
+            "parallel.tensor=2: one process holds one replica whole; use 1, or parallel.placement=ranks",
+        ),
+        ("parallel.data=2", "parallel.data=2: one process holds one replica whole; use 1, or parallel.placement=ranks"),
+        (
+            "model.recompute=true",
+            "model.recompute=true: would cross the boundaries twice inside one process; "
+            "use false, or parallel.placement=ranks",
+        ),
+        ("parallel.pipeline=5", "parallel.pipeline=5 exceeds the model's 4 layers; use at most 4"),
+    ],
+)
+def test_what_one_process_cannot_do_is_named(home: Path, override: str, line: str) -> None:
+    assert checked(home, "parallel.placement=one_process", override).splitlines() == [line]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +278,8 @@ def test_the_resolved_file_reads_back_as_the_same_config(home: Path) -> None:
         ("rollout.in_flight=1", "rollout.in_flight=1 leaves stages idle; use at least 2"),
         ("rollout.max_response=100", "makes 164 tokens and the model has 128 positions"),
         ("anchor.enabled=false", "boundary.basis=anchor: is never refreshed"),
-        ("anchor.enabled=false", "merger.kind=signed_ema: has no gradient"),
+        ("boundary.forward_codec=token_waterfill", "boundary.forward_codec=token_waterfill: shares bits out over a"),
+        ("boundary.predict=embedding", "boundary.predict=embedding: needs a packed forward payload"),
         ("data.task=jsonl", "data.path=null: data.task=jsonl reads a file; set data.path"),
     ],
 )
@@ -257,11 +287,41 @@ def test_a_combination_that_cannot_work_is_named(home: Path, override: str, line
     assert line in checked(home, override)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["boundary.codec=mask", "boundary.backward_payload=int4"],
+            "boundary.backward_payload=int4: mask sends numbers",
+        ),
+        (["boundary.shared_basis=true", "boundary.payload=int8"], "boundary.shared_basis=true: packed payloads fit"),
+        (["merger.packed_signs=true"], "merger.packed_signs=true: with anchor.beta=0.5 M is a running mean"),
+        (
+            ["merger.packed_signs=true", "anchor.beta=0.0", "merger.kind=delayed_ef"],
+            "merger.kind=delayed_ef does not use",
+        ),
+        (["merger.packed_signs=true", "anchor.beta=0.0", "merger.gate=cosine"], "signs alone have no cosine"),
+    ],
+)
+def test_two_settings_that_contradict_each_other_are_one_line(home: Path, overrides: list[str], line: str) -> None:
+    (found,) = checked(home, *overrides).splitlines()
+    assert line in found and "; " in found
+
+
+def test_off_needs_no_quotes(home: Path) -> None:
+    """YAML reads a bare ``off`` as false."""
+    assert load(home, "anchor.alarm=off").anchor.alarm == "off"
+    assert "anchor.alarm=true" in refused(home, "anchor.alarm=true")
+
+
 def test_every_control_arm_is_one_config_away(home: Path) -> None:
     no_anchor = ["anchor.enabled=false", "merger.kind=none"]
     assert checked(home, "boundary.codec=identity", *no_anchor) == ""
     assert checked(home, "boundary.basis=random", *no_anchor) == ""
     assert checked(home, "boundary.codec=mask", *no_anchor) == ""
+    assert checked(home, "boundary.basis=self", "rollout.path=auto", *no_anchor) == ""
+    assert checked(home, "boundary.dense_every=5", *no_anchor) == ""
+    assert checked(home, "boundary.basis=random", "anchor.enabled=false", "merger.kind=signed_ema") == ""
     assert checked(home, "merger.alpha=1.0") == ""
     assert checked(home, "merger.kind=delayed_ef", "anchor.beta=0.0") == ""
 

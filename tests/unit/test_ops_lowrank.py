@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from megatron_grpo.ops.lowrank import (
-    basis_digest,
+    digest,
     error_sums,
     expand,
     orthonormal,
+    orthonormal_with_spread,
     power_sketch,
     project,
     random_basis,
@@ -75,6 +76,17 @@ def test_orthonormal_is_gram_schmidt(seed: int) -> None:
 def test_orthonormal_does_not_depend_on_scale(scale: float) -> None:
     sketch_Hr = _randn(32, 4)
     torch.testing.assert_close(orthonormal(sketch_Hr * scale), orthonormal(sketch_Hr), atol=1e-5, rtol=0)
+
+
+def test_spread_is_the_deviation_of_coordinates_up_to_a_factor() -> None:
+    """Rows along three orthogonal directions with energies 64, 16 and 4: spreads 8, 4 and 2 over 8."""
+    axes_Hr = random_basis(12, 3, 2)
+    x_NH = torch.diag(torch.tensor([8.0, 4.0, 2.0])) @ axes_Hr.T
+    basis_Hr, spread_r = orthonormal_with_spread(power_sketch(x_NH, axes_Hr))
+    torch.testing.assert_close(basis_Hr, axes_Hr, atol=1e-5, rtol=0)
+    torch.testing.assert_close(spread_r, torch.tensor([1.0, 0.5, 0.25]), atol=1e-5, rtol=0)
+    _, small_r = orthonormal_with_spread(-1e-6 * axes_Hr * torch.tensor([4.0, 1.0, 0.0]))
+    torch.testing.assert_close(small_r, torch.tensor([1.0, 0.5, 0.0]), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -201,21 +213,21 @@ def test_seed_of_is_the_same_number_everywhere() -> None:
     assert seed_of(3, 1, "backward") == int.from_bytes(bytes.fromhex("d0c6d66d49f92129"), "little") >> 2
 
 
-def test_basis_digest_is_the_first_bytes_of_sha256_over_the_bits() -> None:
+def test_digest_is_the_first_bytes_of_sha256_over_the_bits() -> None:
     basis_Hr = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     bits = bytes.fromhex("0000803f 00000000 00000000 0000803f".replace(" ", ""))  # little-endian floats
     expected = int.from_bytes(hashlib.sha256(bits).digest()[:8], "little", signed=True)
-    assert basis_digest(basis_Hr).dtype == torch.int64
-    assert basis_digest(basis_Hr).tolist() == [expected]
+    assert digest(basis_Hr).dtype == torch.int64
+    assert digest(basis_Hr).tolist() == [expected]
 
 
-def test_basis_digest_sees_one_bit_and_not_the_memory_layout() -> None:
+def test_digest_sees_one_bit_and_not_the_memory_layout() -> None:
     basis_Hr = random_basis(10, 3, 0)
-    digest = basis_digest(basis_Hr)
-    assert torch.equal(digest, basis_digest(basis_Hr.T.contiguous().T))
+    bits = digest(basis_Hr)
+    assert torch.equal(bits, digest(basis_Hr.T.contiguous().T))
     other_Hr = basis_Hr.clone()
     other_Hr[4, 1] = torch.nextafter(other_Hr[4, 1], torch.tensor(2.0))
-    assert not torch.equal(digest, basis_digest(other_Hr))
+    assert not torch.equal(bits, digest(other_Hr))
 
 
 def test_h4_worth_compressing() -> None:

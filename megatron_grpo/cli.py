@@ -1,4 +1,4 @@
-"""The command line: ``train``, ``plan``, ``eval``, ``sweep``, ``report``, ``bench``. Importing it loads neither torch nor an engine."""
+"""The command line. Importing it loads neither torch nor an engine."""
 
 import json
 import os

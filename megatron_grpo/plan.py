@@ -24,7 +24,7 @@ def training_shares(config: Config, hidden: int) -> dict[str, float]:
 
     The old-log-prob pass is one forward, half of a dense equivalent, for every minibatch but the first (whose own
     forward serves, unless a basis may change inside the step); the anchor is a dense pass every ``anchor.cadence``
-    ticks, and ``boundary.dense_every`` makes every so-manieth tick one. What a basis costs is in :func:`basis_bytes`.
+    ticks, and ``boundary.dense_every`` makes every so-manieth tick one. What a basis costs is not in it.
     """
     boundary = config.boundary
     dense = sum(BYTES[boundary.dense_payload(side)] / DENSE_BYTES for side in DIRECTIONS) / 2
@@ -42,12 +42,12 @@ def training_shares(config: Config, hidden: int) -> dict[str, float]:
 
 
 def crossing_share(boundary: BoundaryConfig, side: Direction, hidden: int) -> float:
-    """Bytes of one row in one direction over the row in bfloat16: numbers sent x bits, and 16 bits of scale if packed."""
+    """Bits of one row in one direction over those in bfloat16: numbers x bits, and 16 of scale if packed."""
     codec, payload = boundary.codec_of(side), boundary.payload_of(side)
     dense_bits = 8 * DENSE_BYTES * hidden
     if codec == "token_waterfill" or (codec == "lowrank" and payload == "waterfill"):
         return boundary.budget_of(side)
-    numbers = hidden if codec == "identity" else boundary.rank_of(side, hidden)
+    numbers = hidden if codec == "identity" else boundary.rank_of(hidden)
     if codec == "lowrank" and payload in PACKED_BITS:
         return (numbers * PACKED_BITS[payload] + 8 * DENSE_BYTES) / dense_bits
     return numbers * 8 * BYTES[boundary.dense_payload(side)] / dense_bits
@@ -104,13 +104,29 @@ def _boundary(config: Config, hidden: int | None) -> dict[str, str]:
     rows: dict[str, str] = {}
     for side in DIRECTIONS:
         codec = boundary.codec_of(side)
-        size = "" if codec == "identity" else f", {boundary.rank_of(side, hidden) if hidden else boundary.rank} of {hidden or '?'} numbers a token"
-        rows[side] = f"{codec}{size}, {boundary.payload_of(side)}"
+        share = "" if hidden is None else f", {crossing_share(boundary, side, hidden):.1%} of a bfloat16 crossing"
+        payload = "" if codec == "token_waterfill" else f", {boundary.payload_of(side)}"
+        rows[side] = f"{codec}{payload}{share}"
     rows["anchor"] = (
         f"every {anchor.cadence} ticks, {anchor.delay} old, merger {config.merger.kind}" if anchor.enabled else "off"
     )
     if hidden is not None and config.parallel.pipeline > 1:
         shares = training_shares(config, hidden)
         parts = " + ".join(f"{name} {share:.1%}" for name, share in shares.items() if share)
+        if boundary.basis == "self":
+            rows["basis"] = _own_basis(boundary, hidden)
         rows["predicted bytes"] = f"{sum(shares.values()):.1%} of the dense equivalent ({parts})"
     return rows
+
+
+def _own_basis(boundary: BoundaryConfig, hidden: int) -> str:
+    """What crosses at a refresh: the state of what is fitted, in bfloat16."""
+    import torch  # nothing else here needs it
+
+    from megatron_grpo.boundary.build import build_codecs
+
+    codecs = build_codecs(boundary, hidden=hidden, index=0, seed=0, embedding_VH=torch.empty(0, hidden))
+    sizes = [learner.flat().nbytes for _, learner in codecs.learners()]
+    if not sizes:
+        return "nothing is fitted"
+    return f"{sum(sizes) / 1000:.1f} kB a boundary every {boundary.refresh_steps} steps"

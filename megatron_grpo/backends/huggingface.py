@@ -178,9 +178,7 @@ class CausalModel:
         )
 
     @contextmanager
-    def crossing(
-        self, after: Sequence[int], cross: Callable[[int, "torch.Tensor"], "torch.Tensor"]
-    ) -> Iterator[None]:
+    def crossing(self, after: Sequence[int], cross: Callable[[int, "torch.Tensor"], "torch.Tensor"]) -> Iterator[None]:
         """Within it, what leaves layer ``after[i]`` (counted from 1) is replaced by ``cross(i, x [B, n, H])``."""
 
         def hook(index: int) -> Callable[..., "torch.Tensor"]:
@@ -214,10 +212,16 @@ def load_causal_model(path: Path, device: "torch.device") -> CausalModel:
 
 
 def convert_gguf(file: Path, out: Path) -> None:
-    """Write model and tokenizer of a GGUF file as a float32 Hugging Face directory. Needs the package gguf."""
+    """Write model and tokenizer of a GGUF file as a float32 Hugging Face directory. Needs gguf and accelerate."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).save_pretrained(str(out))
+    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # transformers refuses to save what it read from GGUF, though the weights are ordinary numbers by then
+    del read.config.quantization_config
+    auto: Any = AutoModelForCausalLM
+    plain = auto.from_config(read.config, dtype=torch.float32)
+    plain.load_state_dict(read.state_dict())
+    plain.save_pretrained(str(out))
     AutoTokenizer.from_pretrained(**source).save_pretrained(str(out))

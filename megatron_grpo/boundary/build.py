@@ -96,7 +96,7 @@ class _Builder:
         if kind == "identity":
             return IdentityCodec(hidden, DTYPES[cfg.dense_payload(direction)])
         if kind == "mask":
-            return MaskCodec(hidden, cfg.rank_of(direction, hidden), DTYPES[cfg.dense_payload(direction)], seed)
+            return MaskCodec(hidden, cfg.rank_of(hidden), DTYPES[cfg.dense_payload(direction)], seed)
         dither = Dither(seed) if cfg.rounding == "stochastic" else None
         if kind == "token_waterfill":
             return TokenWaterfillCodec(hidden, cfg.budget_of(direction), seed, dither)
@@ -110,7 +110,7 @@ class _Builder:
         cfg = self._cfg
         return Basis(
             self._hidden,
-            cfg.rank_of(direction, self._hidden),
+            cfg.rank_of(self._hidden),
             seed_of(self._seed, self._index, direction),
             # Q crosses only where the sender alone fits it; elsewhere it stays fp32 at both ends.
             dtype=DTYPES[cfg.dense_payload(direction)] if cfg.basis == "self" else torch.float32,
@@ -120,15 +120,16 @@ class _Builder:
 
     def _transform(self, direction: Direction) -> TransformCodec:
         cfg, hidden, payload = self._cfg, self._hidden, self._cfg.payload_of(direction)
-        context = Context(cfg.predict if direction == "forward" else "none", hidden, self._embedding_VH)
+        context = Context(cfg.prediction if direction == "forward" else "none", hidden, self._embedding_VH)
         if payload == "waterfill":
             spec = waterfill_spec(hidden, context.size, share=cfg.budget_of(direction))
         else:
-            spec = fixed_spec(hidden, context.size, rank=cfg.rank_of(direction, hidden), bits=BITS[payload])
+            spec = fixed_spec(hidden, context.size, rank=cfg.rank_of(hidden), bits=BITS[payload])
         learner = Transform(
             spec,
             context,
             seed_of(self._seed, self._index, direction),
+            purpose=f"{direction} {self._index} observed",
             by_energy=cfg.weighting == "energy",
             learns=cfg.basis != "random",
         )

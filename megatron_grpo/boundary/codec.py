@@ -22,8 +22,8 @@ class Encoded:
 class Learner(Protocol):
     """What is fitted on rows: one state in use, one staged for the next step, and the open sums of a fit.
 
-    Both ends of a boundary hold equal states. Where both see the rows they stage alike; where only the sender does, what
-    it staged crosses as :meth:`flat`.
+    Both ends of a boundary hold equal states. Where both see the rows they stage alike; where only the sender does,
+    what it staged crosses as :meth:`flat`.
     """
 
     @property

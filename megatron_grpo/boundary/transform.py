@@ -24,6 +24,9 @@ from megatron_grpo.ops.transform import (
     unit_rows,
 )
 
+HISTORY = 0.5
+"""Weight that the rows of the fit before have in the next, so that a fit rests on more than one step's rows."""
+
 Predict = Literal["none", "embedding", "embedding+previous"]
 
 
@@ -58,15 +61,18 @@ class Transform(Learner):
     Args:
         spec: sizes; equal at both ends.
         seed: of the random basis before the first fit.
+        purpose: names what this learner keeps in a sequence's memory; different for every boundary.
         by_energy: fit on rows as they are instead of normalised ones.
         learns: whether rows are observed at all.
     """
 
-    def __init__(self, spec: Spec, context: Context, seed: int, *, by_energy: bool, learns: bool) -> None:
+    def __init__(self, spec: Spec, context: Context, seed: int, *, purpose: str, by_energy: bool, learns: bool) -> None:
+        self._purpose = purpose
         self.current = random_fit(spec, seed, torch.device("cpu"))
         self.spec, self._context, self._by_energy, self._learns = spec, context, by_energy, learns
         self._staged: torch.Tensor | None = None
         self._moments: Moments | None = None
+        self._history: Moments | None = None
 
     @property
     def is_open(self) -> bool:
@@ -82,8 +88,8 @@ class Transform(Learner):
         if not self._learns:
             return
         if self._moments is None:
-            self._moments = Moments.zeros(self.spec.hidden, self._context.size, x_NH.device, by_energy=self._by_energy)
-        unit_NH, walk = unit_rows(x_NH), Walk(rows, "observed", x_NH)
+            self._moments = self._no_moments(x_NH.device)
+        unit_NH, walk = unit_rows(x_NH), Walk(rows, self._purpose, x_NH)
         for column in walk.columns():
             walk.leave(column, unit_NH[column])
         self._moments.add(x_NH, self._context.rows(walk.first_N, rows.tokens_N, walk.before_NH))
@@ -95,8 +101,15 @@ class Transform(Learner):
         moments, self._moments = self._moments, None
         if moments is None or not all(bool(part.isfinite().all()) for part in moments.tensors()):
             return
-        if bool(moments.tally_3[0] > 0):
-            self._staged = flat(fit(moments, self.spec))
+        if self._history is None:
+            self._history = self._no_moments(moments.second_DD.device)
+        for old, new in zip(self._history.tensors(), moments.tensors(), strict=True):
+            old.mul_(HISTORY).add_(new)
+        if bool(self._history.tally_3[0] > 0):
+            self._staged = flat(fit(self._history, self.spec))
+
+    def _no_moments(self, device: torch.device) -> Moments:
+        return Moments.zeros(self.spec.hidden, self._context.size, device, by_energy=self._by_energy)
 
     def flat(self) -> torch.Tensor:
         return flat(self.current) if self._staged is None else self._staged
@@ -109,10 +122,13 @@ class Transform(Learner):
             self.current, self._staged = unflatten(self._staged, self.spec), None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"current": flat(self.current), "staged": self._staged}
+        history = None if self._history is None else [part.clone() for part in self._history.tensors()]
+        return {"current": flat(self.current), "staged": self._staged, "history": history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.current, self._staged = unflatten(state["current"], self.spec), state["staged"]
+        history = state["history"]
+        self._history = None if history is None else Moments(history[0], history[1], self._by_energy)
         self._moments = None
 
 

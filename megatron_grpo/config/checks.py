@@ -206,7 +206,7 @@ def _payloads(boundary: BoundaryConfig) -> Iterator[str]:
                 f"boundary.{side}_payload={payload}: {codec} sends numbers as they are; use float32 or bfloat16, "
                 f"or boundary.{side}_codec=lowrank"
             )
-    if boundary.predicts and not boundary.packed("forward"):
+    if boundary.prediction != "none" and not boundary.packed("forward"):
         yield (
             f"boundary.predict={boundary.predict}: needs a packed forward payload; "
             "use boundary.forward_payload=waterfill (or int8, int4, int3), or predict=none"

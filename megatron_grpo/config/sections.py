@@ -18,6 +18,7 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 Direction = Literal["forward", "backward"]
 Codec = Literal["identity", "lowrank", "mask", "token_waterfill"]
+Prediction = Literal["none", "embedding", "embedding+previous"]
 Payload = Literal["float32", "bfloat16", "int8", "int4", "int3", "waterfill"]
 
 DEFAULT_RANK = 5
@@ -97,30 +98,34 @@ class ParallelConfig(Section):
 
 
 class BoundaryConfig(Section):
-    codec: Codec = "lowrank"
-    """Shorthand for forward_codec and backward_codec."""
+    codec: Codec | None = None
+    """Shorthand for forward_codec and backward_codec; without any, lowrank forward and token_waterfill backward."""
     forward_codec: Codec | None = None
     backward_codec: Codec | None = None
     rank: Positive | None = None
-    """Columns of the basis (lowrank) or coordinates of a token (mask); all of them with payload waterfill, 5 elsewhere,
-    when absent."""
-    payload: Payload = "bfloat16"
-    """Number format on the wire; shorthand for forward_payload and backward_payload."""
+    """Columns of the basis (lowrank) or coordinates of a token (mask), 5 when absent; payload waterfill keeps as many
+    as it has bits for."""
+    payload: Payload | None = None
+    """Number format on the wire; shorthand for forward_payload and backward_payload. Without any, waterfill forward
+    where the codec is left out as well, and bfloat16 elsewhere."""
     forward_payload: Payload | None = None
     backward_payload: Payload | None = None
-    budget: Share = 0.03
-    """Bytes of a crossing as a share of bfloat16, for payload waterfill and codec token_waterfill; shorthand."""
+    budget: Share | None = None
+    """Bytes of a crossing as a share of bfloat16, for payload waterfill and codec token_waterfill; shorthand. Without
+    any, 0.06 forward and 0.02 backward."""
     forward_budget: Share | None = None
     backward_budget: Share | None = None
-    basis: Literal["anchor", "self", "random"] = "anchor"
+    basis: Literal["anchor", "self", "random"] = "self"
     """anchor: learns from every uncompressed pass; self: the sender learns from its own tensors; random: the first one
     is kept."""
-    refresh_steps: Positive = 4
-    """Steps between refreshes of basis self, and between measurements of the gap for rollout.path auto."""
+    refresh_steps: Positive = 16
+    """Steps between refreshes of basis self, and between measurements of the gap for rollout.path auto; before the
+    first, both happen after 1, 2, 4, 8 ... steps."""
     calibration: Positive = 32
     """Sequences sampled uncompressed before the first step, for the first basis of basis self and the first gap."""
-    predict: Literal["none", "embedding", "embedding+previous"] = "none"
-    """Forward rows of a packed payload are coded as what a linear prediction leaves over."""
+    predict: Prediction | None = None
+    """What packed forward rows are predicted from, so that only the rest is coded; embedding+previous with payload
+    waterfill, none elsewhere, when absent."""
     weighting: Literal["energy", "rows"] | None = None
     """Whether a basis is fitted on rows as they are or on normalised ones; energy with float payloads when absent."""
     commit: Literal["step", "tick"] = "step"
@@ -145,30 +150,35 @@ class BoundaryConfig(Section):
 
     def codec_of(self, direction: Direction) -> Codec:
         """The codec of one direction, the shorthand resolved."""
-        return (self.forward_codec if direction == "forward" else self.backward_codec) or self.codec
+        default: Codec = "lowrank" if direction == "forward" else "token_waterfill"
+        return (self.forward_codec if direction == "forward" else self.backward_codec) or self.codec or default
 
     def payload_of(self, direction: Direction) -> Payload:
         """The number format of one direction, the shorthand resolved."""
-        return (self.forward_payload if direction == "forward" else self.backward_payload) or self.payload
+        packs = direction == "forward" and self.codec is None and self.forward_codec is None
+        default: Payload = "waterfill" if packs else "bfloat16"
+        return (self.forward_payload if direction == "forward" else self.backward_payload) or self.payload or default
 
     def budget_of(self, direction: Direction) -> float:
         """The byte budget of one direction as a share of a bfloat16 crossing, the shorthand resolved."""
-        return (self.forward_budget if direction == "forward" else self.backward_budget) or self.budget
+        default = 0.06 if direction == "forward" else 0.02
+        return (self.forward_budget if direction == "forward" else self.backward_budget) or self.budget or default
 
-    def rank_of(self, direction: Direction, hidden: int) -> int:
-        """Columns of the basis or coordinates of one direction."""
-        if self.rank is not None:
-            return self.rank
-        return hidden if self.payload_of(direction) == "waterfill" else min(DEFAULT_RANK, hidden)
+    def rank_of(self, hidden: int) -> int:
+        """Columns of the basis, or coordinates of a token."""
+        return min(DEFAULT_RANK, hidden) if self.rank is None else self.rank
 
     def packed(self, direction: Direction) -> bool:
         """Whether rows cross as packed codes of a fitted transform or whitened basis."""
         return self.codec_of(direction) == "lowrank" and self.payload_of(direction) not in ("float32", "bfloat16")
 
     @property
-    def predicts(self) -> bool:
-        """Whether forward rows are coded as what a prediction leaves over."""
-        return self.predict != "none"
+    def prediction(self) -> Prediction:
+        """``predict``, the default resolved."""
+        if self.predict is not None:
+            return self.predict
+        waterfill = self.packed("forward") and self.payload_of("forward") == "waterfill"
+        return "embedding+previous" if waterfill else "none"
 
     def dense_payload(self, direction: Direction) -> Literal["float32", "bfloat16"]:
         """The number format of an uncompressed crossing: bfloat16 unless the payload is float32."""
@@ -176,7 +186,7 @@ class BoundaryConfig(Section):
 
 
 class AnchorConfig(Section):
-    enabled: bool = True
+    enabled: bool = False
     cadence: Positive = 5
     """Ticks between anchor passes."""
     delay: Natural = 5
@@ -197,8 +207,8 @@ class AnchorConfig(Section):
 
 class MergerConfig(Section):
     kind: Literal["none", "signed_ema", "delayed_ef"] = "signed_ema"
-    alpha: Fraction = 0.25
-    """signed_ema: weight of the fast gradient."""
+    alpha: Fraction = 0.85
+    """signed_ema: weight of the fast gradient; the source's is 0.25."""
     lam: NonNegativeFloat = 1.0
     """delayed_ef: weight of the correction."""
     decay: Share = 1.0
@@ -246,9 +256,9 @@ class RolloutConfig(Section):
     """1 is off."""
     top_k: Natural = 0
     """0 is off."""
-    path: Literal["dense", "codec", "auto"] = "dense"
+    path: Literal["dense", "codec", "auto"] = "auto"
     """Whether the boundaries are compressed while sampling; auto: where the measured gap is at most gap_limit."""
-    gap_limit: PositiveFloat = 0.05
+    gap_limit: PositiveFloat = 0.02
     """Median |trainer - sampler| log-prob, in nats, up to which auto samples through the codec."""
     in_flight: Positive | None = None
     """Micro-batches under way at once; parallel.pipeline when absent."""

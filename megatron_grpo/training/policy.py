@@ -89,9 +89,7 @@ def policy_runtime(
         yield Policy(stage, engine, link, ledger, sampler, lean, vocab, groups, device)
 
 
-def build_link(
-    cfg: Config, stage: Stage, groups: ParallelGroups, ledger: Ledger
-) -> tuple[Link, LeanStage]:
+def build_link(cfg: Config, stage: Stage, groups: ParallelGroups, ledger: Ledger) -> tuple[Link, LeanStage]:
     """The boundaries of this rank under the trainer's schedule, and the sampler's stage between them."""
     stages, here = cfg.parallel.pipeline, groups.at.pipeline
     together = cfg.parallel.placement == "one_process"
@@ -101,7 +99,7 @@ def build_link(
         stage=None if together else here,
         hidden=stage.shape.hidden,
         seed=cfg.train.seed,
-        embedding_VH=read_embedding(Path(cfg.model.path)) if cfg.boundary.predicts and stages > 1 else None,
+        embedding_VH=read_embedding(Path(cfg.model.path)) if cfg.boundary.prediction != "none" and stages > 1 else None,
     )
     if together:
         return _joined(InProcessLink(boundaries, ledger), stage, cfg)

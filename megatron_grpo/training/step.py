@@ -29,6 +29,9 @@ from megatron_grpo.training.tick import TickRunner
 
 Row = dict[str, float]
 
+PROBED_GROUPS = 2
+"""Groups of a step on each replica that go through the other path to measure the gap: their bytes count as basis."""
+
 
 class StepRunner:
     """Runs steps of one policy on one task. Every rank calls everything, in the same order.
@@ -83,13 +86,14 @@ class StepRunner:
         start = time.perf_counter()
         policy.boundaries.begin_step(step)
         policy.boundaries.commit()
-        due = (step + 1) % cfg.boundary.refresh_steps == 0
+        due = refresh_due(step + 1, cfg.boundary.refresh_steps)
         refreshes = due and self._owns_basis
-        batch, figures = self._rollout(step)
+        by_codec = self._samples_by_codec(step)
+        batch, figures = self._rollout(step, by_codec=by_codec)
         replays_start = time.perf_counter()
-        replays = self._replays(step, batch)
+        replays = self._replays(step, batch, by_codec=by_codec)
         if due and self._measures_gap:
-            self._gap = self._measure_gap(batch.rows(0, cfg.train.micro_batch), dense=self._samples_by_codec(step))
+            self._gap = self._measure_gap(batch.rows(0, PROBED_GROUPS * cfg.grpo.group_size), dense=by_codec)
         old_seconds = time.perf_counter() - replays_start
         rows = []
         for number, replay in enumerate(replays):
@@ -124,7 +128,10 @@ class StepRunner:
 
     @property
     def _measures_gap(self) -> bool:
-        return self._cfg.rollout.path == "auto"
+        """Whether the path is chosen by the gap; where nothing is coded there is none."""
+        cfg = self._cfg
+        coded = cfg.parallel.pipeline > 1 and cfg.boundary.codec_of("forward") != "identity"
+        return cfg.rollout.path == "auto" and coded
 
     def _samples_by_codec(self, step: int) -> bool:
         cfg = self._cfg
@@ -140,7 +147,7 @@ class StepRunner:
         """
         cfg = self._cfg
         scores: Row = {}
-        paths = [("", True)] + ([("_codec", False)] if cfg.rollout.path != "dense" else [])
+        paths = [("", True)] + ([("_codec", False)] if cfg.rollout.path == "codec" or self._measures_gap else [])
         for suffix, dense in paths:
             for name, temperature in (("val/score", None), ("val/score_sampled", 1.0)):
                 scores[name + suffix] = self._validation_score(temperature, dense=dense)
@@ -166,12 +173,12 @@ class StepRunner:
         problems = [self._task.train_problem(first + index) for index in mine for _ in range(size)]
         return problems, torch.arange(mine.start * size, mine.stop * size)
 
-    def _rollout(self, step: int) -> tuple[Batch, RolloutFigures]:
+    def _rollout(self, step: int, *, by_codec: bool) -> tuple[Batch, RolloutFigures]:
         cfg = self._cfg
         prompts, size = cfg.grpo.prompts_per_step, cfg.grpo.group_size
         problems, row_ids = self._deal(step * prompts, prompts)
         rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, step, "rollout"))
-        plan = Pass("rollout", dense=not self._samples_by_codec(step))
+        plan = Pass("rollout", dense=not by_codec)
         start = time.perf_counter()
         batch, scores, seconds = self._sample(problems, row_ids, rule, plan)
         reward_BG = scores.reward_B.view(-1, size)
@@ -247,7 +254,7 @@ class StepRunner:
         gaps = (logp_BR - batch.sampler_logp_BR).abs()[mask_BR]
         return gap_median(gaps if policy.groups.is_last_stage else gaps[:0], policy.groups, policy.device)
 
-    def _replays(self, step: int, batch: Batch) -> list[Replay]:
+    def _replays(self, step: int, batch: Batch, *, by_codec: bool) -> list[Replay]:
         """The step's minibatches with their old log-probs and global denominators."""
         cfg, groups = self._cfg, self._policy.groups
         size = cfg.rows_per_minibatch
@@ -260,7 +267,12 @@ class StepRunner:
             # The first tick runs at the weights that old log-probs are of: its own forward is the old one. Not so
             # where a basis may change inside the step.
             uncompressed = self._uncompressed(step * cfg.grpo.minibatches + number)
-            old = self._logprobs(replay, uncompressed) if number > 0 or cfg.boundary.commit == "tick" else None
+            one_basis = cfg.boundary.commit == "step"
+            old = None
+            if number > 0 and by_codec and one_basis and not uncompressed:
+                old = minibatch.sampler_logp_BR  # sampler and trainer are one policy
+            elif number > 0 or not one_basis:
+                old = self._logprobs(replay, uncompressed)
             reference = None
             if self._reference is not None:
                 with self._policy.engine.at_weights(self._reference):
@@ -275,3 +287,11 @@ class StepRunner:
         plan = Pass(kind, rows=rows, dense=uncompressed)
         parts: list[Any] = forward_only(policy.stage, policy.link, inputs, plan, self._read)
         return torch.cat(parts) if parts else torch.zeros_like(replay.batch.sampler_logp_BR)
+
+
+def refresh_due(steps: int, every: int) -> bool:
+    """Whether a basis is refreshed after so many steps: at every multiple, and before the first at powers of two.
+
+    The first fit rests on few rows; each refresh of a young basis gains more than a late one.
+    """
+    return steps % every == 0 or (steps < every and steps & (steps - 1) == 0)

@@ -39,6 +39,7 @@ class _Cache:
     visible_BL: torch.Tensor
     padded: bool
 
+
 Cross = Callable[[torch.Tensor, Rows], torch.Tensor]
 
 

@@ -62,9 +62,7 @@ class InProcessLink:
         rows = plan.next_rows(f"{direction} {index}", columns, batch, x_SBH.device)
         return rows.scatter(self.cross_rows(index, direction, rows.select(x_SBH), rows, plan), columns)
 
-    def cross_rows(
-        self, index: int, direction: Direction, x_NH: torch.Tensor, rows: Rows, plan: Pass
-    ) -> torch.Tensor:
+    def cross_rows(self, index: int, direction: Direction, x_NH: torch.Tensor, rows: Rows, plan: Pass) -> torch.Tensor:
         """Rows as the other side would hold them: ``[N, H]``."""
         crossing = self.boundaries.crossings[index]
         encoded = crossing.encode(direction, x_NH, rows, plan)

@@ -68,9 +68,7 @@ def forward_backward(
     return _run(stage, link, inputs, plan, summed, forward_only=False)
 
 
-def forward_only(
-    stage: Stage, link: Link, inputs: Sequence[ModelInput], plan: Pass, read: ReadFunction
-) -> list[Any]:
+def forward_only(stage: Stage, link: Link, inputs: Sequence[ModelInput], plan: Pass, read: ReadFunction) -> list[Any]:
     """Forward of every micro-batch without gradients; ``read`` sees the logits on the last stage. Collective."""
     with torch.no_grad():
         return _run(stage, link, inputs, plan, read, forward_only=True)

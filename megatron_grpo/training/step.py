@@ -29,9 +29,6 @@ from megatron_grpo.training.tick import TickRunner
 
 Row = dict[str, float]
 
-PROBED_GROUPS = 2
-"""Groups of a step on each replica that go through the other path to measure the gap: their bytes count as basis."""
-
 
 class StepRunner:
     """Runs steps of one policy on one task. Every rank calls everything, in the same order.
@@ -93,7 +90,7 @@ class StepRunner:
         replays_start = time.perf_counter()
         replays = self._replays(step, batch, by_codec=by_codec)
         if due and self._measures_gap:
-            self._gap = self._measure_gap(batch.rows(0, PROBED_GROUPS * cfg.grpo.group_size), dense=by_codec)
+            self._gap = self._measure_gap(batch.rows(0, cfg.grpo.group_size), dense=by_codec)
         old_seconds = time.perf_counter() - replays_start
         rows = []
         for number, replay in enumerate(replays):

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_grpo.cli import app
 from megatron_grpo.config import Config, check_config, load_config
+from megatron_grpo.sweep.spec import load_sweep
 from megatron_grpo.training.metrics import METRIC_KEYS
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +106,10 @@ def test_command_is_known_with_its_options_and_its_overrides_are_valid(words: li
     configs = [word for word in arguments if word.endswith(".yaml")]
     overrides = [word for word in arguments if re.fullmatch(r"\w+\.\w+=.*", word)]
     for path in configs:
-        assert check_config(load_config(ROOT / path, overrides)) == []
+        if command == "sweep":
+            assert load_sweep(ROOT / path).arms
+        else:
+            assert check_config(load_config(ROOT / path, overrides)) == []
     if command in ("train", "plan"):
         assert len(configs) == 1
 

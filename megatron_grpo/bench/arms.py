@@ -21,6 +21,17 @@ REFRESHES = 8
 """At most: a basis learns by one power step a refresh and then hardly moves; what is fitted at once stops after two."""
 
 
+PLAIN: dict[str, Any] = {
+    "basis": "self",
+    "predict": "none",
+    "weighting": None,
+    "error_feedback": False,
+    "rounding": "nearest",
+    "shared_basis": False,
+}
+"""What an arm does not say, whatever the defaults of a run are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
     """A codec of one direction, and the keys of the boundary section that make it.
@@ -42,7 +53,7 @@ class Arm:
             keys |= {f"{self.direction}_budget": share}
             if self.keys.get("payload") != "waterfill":
                 keys |= {"rank": self._rank(share, hidden)}
-        return BoundaryConfig(basis="self", **keys)
+        return BoundaryConfig(**PLAIN | keys)
 
     def _rank(self, share: float, hidden: int) -> int:
         row_bits = share * BFLOAT16_BITS * hidden

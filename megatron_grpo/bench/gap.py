@@ -22,7 +22,7 @@ from megatron_grpo.config import ConfigError, layer_split
 from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.rollout.sampler import SamplingRule
 
-ROLLOUT_PROMPTS = 4
+ROLLOUT_PROMPTS = 8
 ROLLOUT_RESPONSE = 16
 
 Note = Callable[[str], None]
@@ -192,7 +192,7 @@ class _Bench:
         codecs = fitted_codecs(arm, share, seen, seed=self._settings.seed, embedding_VH=self._model.embedding_VH)
         row = forward_row(reference, codecs)
         rule = replace(self._rule, max_response=min(ROLLOUT_RESPONSE, self._rule.max_response))
-        row["rollout_gap"] = rollout_gap(self._split, self._test_prompts[:ROLLOUT_PROMPTS], rule, codecs)
+        row |= rollout_gap(self._split, self._test_prompts[:ROLLOUT_PROMPTS], rule, codecs)
         self._note(f"forward {arm.name}")
         return {"codec": arm.name, "share": share, **row}
 

@@ -40,7 +40,8 @@ KEYS = {
     "forward/gap_median": "median |log-prob coded - dense| over response tokens, nats",
     "forward/gap_mean": "mean of the same",
     "forward/kl": "mean KL(dense, coded) over response tokens, nats",
-    "forward/rollout_gap": "mean |trainer - sampler| log-prob where both go through the codec, nats",
+    "forward/rollout_gap_median": "median |trainer - sampler| log-prob where both go through the codec, nats",
+    "forward/rollout_gap_mean": "mean of the same; round-off that moves a number to another code shows here",
     "limits": "a list: the linear Gaussian codec at its rate-distortion limit",
     "limits/predict": "none, or embedding+previous",
     "limits/share": "of the bits of a bfloat16 crossing",
@@ -153,7 +154,7 @@ def _spectra(result: Mapping[str, Any]) -> Table:
 
 
 def _forward(result: Mapping[str, Any]) -> Table:
-    columns = ("codec", "bytes", "error", "of a token", "gap, median", "mean", "KL", "rollout gap")
+    columns = ("codec", "bytes", "error", "of a token", "gap, median", "mean", "KL", "rollout gap", "mean")
     table = _table("Activations coded (nats; errors are means over the boundaries)", *columns)
     for row in result["forward"]:
         table.add_row(
@@ -162,12 +163,12 @@ def _forward(result: Mapping[str, Any]) -> Table:
             _mean(row["error"]),
             _mean(row["error_median"]),
             *(f"{row[key]:.4f}" for key in ("gap_median", "gap_mean", "kl")),
-            f"{row['rollout_gap']:.0e}",
+            *(f"{row[key]:.0e}" for key in ("rollout_gap_median", "rollout_gap_mean")),
         )
     for row in result["limits"]:
         name = "limit" if row["predict"] == "none" else f"limit, {row['predict']}"
         gaps = (f"{row[key]:.4f}" for key in ("gap_median", "gap_mean", "kl"))
-        table.add_row(name, f"{row['share']:.2%}", "", "", *gaps, "", style="dim")
+        table.add_row(name, f"{row['share']:.2%}", "", "", *gaps, "", "", style="dim")
     return table
 
 

@@ -39,7 +39,7 @@ setup(
     ],
     extras_require={
         "dev": ["pytest", "pytest-xdist", "ruff", "mypy", "import-linter"],
-        "models": ["gguf", "pyarrow", "reasoning-gym"],
+        "models": ["gguf", "accelerate", "requests", "pyarrow", "reasoning-gym"],
         "peers": ["trl"],
         "wandb": ["wandb"],
     },

@@ -25,6 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+bench_app = typer.Typer(help="Measurements without training.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[
     list[str] | None,
@@ -139,6 +142,56 @@ def report(
 
         for path in write_report(runs, out):
             print(path)
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """Measurements without training."""
+
+
+@bench_app.command()
+def gap(
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face directory of the model.")],
+    boundaries: Annotated[int, typer.Option(help="Cuts between even stages.")] = 3,
+    shares: Annotated[
+        str, typer.Option("--bytes", metavar="SHARE,...", help="Shares of a bfloat16 crossing.")
+    ] = "0.03,0.05,0.10",
+    after: Annotated[
+        str | None, typer.Option(metavar="LAYER,...", help="Cut after these layers instead.", show_default=False)
+    ] = None,
+    texts: Annotated[int, typer.Option(help="Sampled answers that are measured on.")] = 16,
+    fit_texts: Annotated[int, typer.Option(help="Sampled answers, to other prompts, that codecs are fitted on.")] = 64,
+    max_response: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompts; built-in ones by default.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the answers.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE|-", help="Where the result goes; - is the screen.")
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="PNG of the result.")] = None,
+) -> None:
+    """What each codec and payload would cost a real model: bytes, errors, log-prob gaps, gradient directions."""
+    with _config_errors():
+        from megatron_grpo.launch import require_engines
+
+        require_engines()
+        _quiet_engines()
+        from megatron_grpo.bench.gap import GapSettings
+        from megatron_grpo.bench.report import bench_gap
+
+        settings = GapSettings(
+            (), texts=texts, fit_texts=fit_texts, max_response=max_response, seed=seed, prompts=prompts
+        )
+        bench_gap(
+            model_dir,
+            boundaries,
+            shares,
+            after=after,
+            settings=settings,
+            device=device,
+            json_file=json_file,
+            figure=figure,
+        )
 
 
 def _names(text: str) -> list[str]:

@@ -23,7 +23,8 @@ def training_shares(config: Config, hidden: int) -> dict[str, float]:
     """Predicted bytes of a tick over its dense equivalent (forward and backward in bfloat16), by kind.
 
     The old-log-prob pass is one forward, half of a dense equivalent, for every minibatch but the first (whose own
-    forward serves, unless a basis may change inside the step); the anchor is a dense pass every ``anchor.cadence``
+    forward serves, unless a basis may change inside the step); where the codec samples, only a dense tick needs it, and
+    ``rollout.path=auto`` is taken as not sampling so. The anchor is a dense pass every ``anchor.cadence``
     ticks, and ``boundary.dense_every`` makes every so-manieth tick one. What a basis costs is not in it.
     """
     boundary = config.boundary
@@ -34,9 +35,10 @@ def training_shares(config: Config, hidden: int) -> dict[str, float]:
     forward, backward = (crossing_share(boundary, side, hidden) / 2 for side in DIRECTIONS)
     dense_ticks = 1 / boundary.dense_every if boundary.dense_every else 0.0
     coded = 1.0 - dense_ticks
+    sampled = config.rollout.path == "codec" and boundary.commit == "step"  # the sampler's log-probs are the old ones
     return {
         "fast": coded * (forward + backward) + dense_ticks * dense,
-        "old log-probs": (coded * forward + dense_ticks * dense / 2) * passes / minibatches,
+        "old log-probs": ((0.0 if sampled else coded * forward) + dense_ticks * dense / 2) * passes / minibatches,
         "anchor": anchor,
     }
 

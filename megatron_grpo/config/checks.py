@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
-from math import gcd
+from math import ceil, floor, gcd
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ def _model(config: Config, model: dict[str, Any]) -> Iterator[str]:
     codecs = {boundary.codec_of("forward"), boundary.codec_of("backward")}
     if codecs != {"identity"} and boundary.rank is not None and boundary.rank > hidden:
         yield f"boundary.rank={boundary.rank} exceeds hidden size {hidden}; use at most {hidden}"
+    yield from _budgets(boundary, hidden)
     stages = config.parallel.pipeline
     if stages > layers:
         yield f"parallel.pipeline={stages} exceeds the model's {layers} layers; use at most {layers}"
@@ -76,6 +77,19 @@ def _model(config: Config, model: dict[str, Any]) -> Iterator[str]:
             f"rollout.max_response={response}: with data.max_prompt={prompt} makes {longest} tokens and the "
             f"model has {positions} positions; use at most {positions} for both together"
         )
+
+
+def _budgets(boundary: BoundaryConfig, hidden: int) -> Iterator[str]:
+    """A waterfilled row has 16 bits of scale, and then from 1 bit to 8 bits a channel: the sizes of ``ops.transform``."""
+    for side in DIRECTIONS:
+        budget = boundary.budget_of(side)
+        bits = floor(budget * 16 * hidden + 1e-6) - 16
+        if boundary.packed(side) and boundary.payload_of(side) == "waterfill" and not 1 <= bits <= 8 * hidden:
+            least, most = ceil(17e4 / (16 * hidden)) / 1e4, floor(1e4 * (0.5 + 1 / hidden)) / 1e4
+            yield (
+                f"boundary.{side}_budget={budget}: rows of hidden size {hidden} take a share from {least} to {most} "
+                "with payload waterfill; use one between them, or another payload"
+            )
 
 
 def _tensor(tensor: int, model: dict[str, Any]) -> Iterator[str]:

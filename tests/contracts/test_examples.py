@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config import check_config, deepspeed_settings, load_config
+from megatron_grpo.sweep.spec import load_sweep
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if "policy" not in path.parts)
+YAML = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if "policy" not in path.parts)
+SWEEPS = [path for path in YAML if path.stem == "sweep"]
+EXAMPLES = [path for path in YAML if path not in SWEEPS]
 CONTRACT = {
     "model": {"path", "dtype"},
     "data": {"task", "val_size"},
@@ -36,6 +39,12 @@ CONTRACT = {
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_loads_and_checks_clean(path: Path) -> None:
     assert check_config(load_config(path)) == []
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.parent.name)
+def test_sweep_loads_and_every_arm_checks_clean(path: Path) -> None:
+    """Loading checks every arm, and that no two are the same."""
+    assert len(load_sweep(path).arms) > 20
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

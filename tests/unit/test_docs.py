@@ -101,7 +101,10 @@ def test_make_targets_in_the_documents_exist() -> None:
 @pytest.mark.parametrize("words", [words for words in commands() if words[0] != "make"], ids=" ".join)
 def test_command_is_known_with_its_options_and_its_overrides_are_valid(words: list[str]) -> None:
     command, *arguments = words[words.index("megatron_grpo" if "--module" in words else "megatron-grpo") + 1 :]
-    options = {option for parameter in get_command(app).commands[command].params for option in parameter.opts}
+    found = get_command(app).commands[command]
+    if command == "bench":
+        found = found.commands[arguments[0]]
+    options = {option for parameter in found.params for option in parameter.opts}
     assert {word for word in arguments if word.startswith("--")} <= options
     configs = [word for word in arguments if word.endswith(".yaml")]
     overrides = [word for word in arguments if re.fullmatch(r"\w+\.\w+=.*", word)]

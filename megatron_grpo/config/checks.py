@@ -80,7 +80,7 @@ def _model(config: Config, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _budgets(boundary: BoundaryConfig, hidden: int) -> Iterator[str]:
-    """A waterfilled row has 16 bits of scale, and then from 1 bit to 8 bits a channel: the sizes of ``ops.transform``."""
+    """A waterfilled row has 16 bits of scale, and then 1 bit to 8 bits a channel: the sizes of ``ops.transform``."""
     for side in DIRECTIONS:
         budget = boundary.budget_of(side)
         bits = floor(budget * 16 * hidden + 1e-6) - 16

@@ -79,7 +79,7 @@ def config(path: Path, layout: Layout, zero: int = 0, **sections: dict[str, Any]
         "anchor": {"enabled": False},
         "merger": {"kind": "none"},
         "grpo": {"group_size": 4, "prompts_per_step": 2, "minibatches": 1},
-        "rollout": {"max_response": 6},
+        "rollout": {"max_response": 6, "path": "dense"},
         "deepspeed": {"config": str(ROOT / f"deepspeed_configs/zero{zero}.json")},
         "train": {"micro_batch": 2, "steps": 3},
     }

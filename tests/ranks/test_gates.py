@@ -28,7 +28,7 @@ def ticks(
     ``resumed``: another runner goes on after the fourth tick, from the first one's state.
     """
     anchor = {"enabled": True, "cadence": 2, "delay": 1, "beta": 0.0}
-    cfg = config(Path(model), layout, zero, **{"anchor": anchor, "merger": {"kind": "signed_ema"}} | sections)
+    cfg = config(Path(model), layout, zero, **{"anchor": anchor} | sections)
     with policy_of(cfg) as policy:
         runner = TickRunner(cfg, policy)
         values = []
@@ -43,7 +43,7 @@ def ticks(
 
 
 def merged(model: Path, layout: Layout, zero: int, merger: dict[str, Any], *, resumed: bool = False) -> Result:
-    sections = {"merger": {"kind": "signed_ema"} | merger}
+    sections = {"merger": {"kind": "signed_ema", "alpha": 0.25} | merger}
     world = layout.pipeline * layout.data * layout.tensor
     results = run_ranks(ticks, world, str(model), layout, zero, sections, resumed, timeout_s=120.0)
     assert all(values == results[0][0] for values, _ in results)

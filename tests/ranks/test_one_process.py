@@ -45,6 +45,7 @@ CODINGS: dict[str, dict[str, Any]] = {
     "lowrank_feedback": {"codec": "lowrank", "payload": "bfloat16", "rank": RANK, "error_feedback": True},
     "lowrank_shared": {"codec": "lowrank", "payload": "float32", "rank": RANK, "shared_basis": True},
     "mask": {"codec": "mask", "payload": "float32", "rank": RANK},
+    "default": {"codec": None, "payload": None},  # packed forward, by tokens backward
 }
 
 
@@ -144,7 +145,7 @@ def test_gradients_are_those_of_the_ranks(
 def test_bytes_are_those_of_the_ranks(together: dict[str, Found], apart: list[dict[str, Found]], coding: str) -> None:
     """By kind, exactly: digests of both ends and ids that go back to every earlier stage included."""
     assert together[coding].bytes == apart[0][coding].bytes
-    learners = {"identity": 0, "mask": 0, "lowrank_shared": 1}.get(coding, 2)
+    learners = {"identity": 0, "mask": 0, "lowrank_shared": 1, "default": 1}.get(coding, 2)
     assert together[coding].bytes["boundary/bytes_basis"] == (STAGES - 1) * learners * 2 * 8
     assert together[coding].bytes["boundary/bytes_rollout"] > 0
 
@@ -211,6 +212,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "self": {
         "boundary": LOWRANK | {"basis": "self", "refresh_steps": 2, "calibration": 8, "error_feedback": True},
         "rollout": {"path": "auto", "gap_limit": 5.0, "max_response": 12, "in_flight": STAGES},
+    },
+    # What is the default, with more bits for the same reason.
+    "packed": {
+        "boundary": {"codec": None, "payload": None, "budget": 0.25, "refresh_steps": 2, "calibration": 8},
+        "rollout": {"path": "codec", "max_response": 12, "in_flight": STAGES},
     },
 }
 

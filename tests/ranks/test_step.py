@@ -62,6 +62,32 @@ def test_dense_bootstrap_samples_dense_too() -> None:
     assert first["boundary/q_error_fwd"] < 1e-6
 
 
+def defaults(rank: int, world: int, path: str) -> list[dict[str, float]]:
+    """Two steps of two ticks with the default boundary."""
+    sections: dict[str, dict[str, Any]] = {
+        "boundary": {"codec": None, "payload": None},
+        "grpo": {"minibatches": 2, "prompts_per_step": 4},
+        "rollout": {"path": path, "max_response": 12},
+        "data": {"val_size": 2},
+    }
+    cfg = config(TINY, Layout(pipeline=2), 1, **sections)
+    with policy_of(cfg) as policy:
+        runner = runner_of(cfg, policy)
+        runner.calibrate()
+        return [row for step in range(2) for row in runner.run(step)]
+
+
+def test_what_is_sampled_through_the_codec_needs_no_old_logprobs() -> None:
+    """Sampler and trainer are one policy, token by token and as whole sequences, before and after a refresh."""
+    rows = run_ranks(defaults, 2, "codec")[0]
+    assert [row["boundary/bytes_old_logprob"] for row in rows] == [0] * 4
+    assert all(row["rollout/logprob_gap"] < 1e-3 for row in rows[1::2])
+    assert all(0.1 < row["boundary/q_error_fwd"] < 1.0 for row in rows)
+    apart = run_ranks(defaults, 2, "dense")[0]
+    assert [row["boundary/bytes_old_logprob"] > 0 for row in apart] == [True, False, True, False]
+    assert all(row["rollout/logprob_gap"] > 1e-3 for row in apart[1::2])
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("llama"))

@@ -290,7 +290,7 @@ def staged_of(bases: dict[str, Basis]) -> dict[str, torch.Tensor]:
 
 def refreshed(base: Policy, cfg: Config, payload: str) -> dict[str, Any]:
     """A dense observing pass, a refresh, a compressed pass before the commit and one after it."""
-    policy = rewired(base, cfg, codec="lowrank", payload=payload, rank=R)
+    policy = rewired(base, cfg, codec="lowrank", payload=payload, rank=R, basis="anchor")
     bases = bases_of(policy)
     result: dict[str, Any] = {"old": {name: basis.current.clone() for name, basis in bases.items()}}
     with door(policy.link) as seen:

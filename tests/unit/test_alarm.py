@@ -39,7 +39,7 @@ def rows_of(ticks: int, cadence: int, weight: float, agreement: float = 0.5) -> 
 def alarm_of(cadence: int, alarm: str = "warn", **merger: Any) -> Alarm:
     return Alarm(
         AnchorConfig.model_validate({"cadence": cadence, "delay": cadence, "alarm": alarm}),
-        MergerConfig.model_validate(merger),
+        MergerConfig.model_validate({"alpha": 0.25} | merger),
     )
 
 

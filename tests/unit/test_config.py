@@ -11,13 +11,16 @@ from megatron_grpo.config import (
     BoundaryConfig,
     Config,
     ConfigError,
+    Direction,
     check_config,
     deepspeed_settings,
     layer_split,
     load_config,
     write_resolved,
 )
+from megatron_grpo.ops.transform import waterfill_spec
 
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 96,
@@ -75,10 +78,17 @@ def test_defaults_check_clean(home: Path) -> None:
 
 
 def test_defaults_are_those_of_the_design(home: Path) -> None:
+    """Packed and predicted forward, by tokens backward, bases of the senders' own, and no anchor."""
     config = load(home)
-    assert (config.anchor.cadence, config.anchor.delay, config.anchor.beta) == (5, 5, 0.5)
-    assert [config.boundary.rank_of(way, 96) for way in ("forward", "backward")] == [5, 5]
-    assert (config.boundary.payload, config.merger.alpha) == ("bfloat16", 0.25)
+    boundary, anchor, rollout = config.boundary, config.anchor, config.rollout
+    assert [boundary.codec_of(way) for way in DIRECTIONS] == ["lowrank", "token_waterfill"]
+    assert [boundary.budget_of(way) for way in DIRECTIONS] == [0.06, 0.02]
+    assert (boundary.payload_of("forward"), boundary.prediction) == ("waterfill", "embedding+previous")
+    assert (boundary.basis, boundary.refresh_steps, boundary.calibration) == ("self", 16, 32)
+    assert [boundary.rank_of(hidden) for hidden in (96, 3)] == [5, 3]
+    assert (anchor.enabled, anchor.cadence, anchor.delay, anchor.beta) == (False, 5, 5, 0.5)
+    assert (config.merger.kind, config.merger.alpha) == ("signed_ema", 0.85)
+    assert (rollout.path, rollout.gap_limit) == ("auto", 0.02)
     assert (config.optim.lr, config.optim.clip, config.grpo.eps) == (5e-5, 1.0, 1e-6)
 
 
@@ -146,6 +156,24 @@ def test_shorthands_are_resolved_by_direction() -> None:
     boundary = BoundaryConfig(codec="lowrank", backward_codec="mask", forward_payload="float32")
     assert (boundary.codec_of("forward"), boundary.codec_of("backward")) == ("lowrank", "mask")
     assert (boundary.payload_of("forward"), boundary.payload_of("backward")) == ("float32", "bfloat16")
+    assert BoundaryConfig(budget=0.1, backward_budget=0.3).budget_of("forward") == 0.1
+    assert BoundaryConfig(budget=0.1, backward_budget=0.3).budget_of("backward") == 0.3
+
+
+@pytest.mark.parametrize(
+    ("settings", "payload", "prediction"),
+    [
+        ({"forward_codec": "lowrank"}, "bfloat16", "none"),  # a codec that is named sends plain numbers
+        ({"codec": "lowrank", "payload": "waterfill"}, "waterfill", "embedding+previous"),
+        ({"payload": "int8"}, "int8", "none"),
+        ({"forward_payload": "int4", "predict": "embedding"}, "int4", "embedding"),
+        ({"predict": "none"}, "waterfill", "none"),
+        ({"codec": "identity"}, "bfloat16", "none"),
+    ],
+)
+def test_what_is_left_out_follows_from_what_is_named(settings: dict[str, Any], payload: str, prediction: str) -> None:
+    boundary = BoundaryConfig(**settings)
+    assert (boundary.payload_of("forward"), boundary.prediction) == (payload, prediction)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +305,10 @@ def test_the_resolved_file_reads_back_as_the_same_config(home: Path) -> None:
         ("grpo.prompts_per_step=1", "use 8"),
         ("rollout.in_flight=1", "rollout.in_flight=1 leaves stages idle; use at least 2"),
         ("rollout.max_response=100", "makes 164 tokens and the model has 128 positions"),
-        ("anchor.enabled=false", "boundary.basis=anchor: is never refreshed"),
+        ("boundary.budget=0.011", "boundary.forward_budget=0.011: rows of hidden size 96 take a share from 0.0111 to"),
+        ("boundary.budget=0.52", "hidden size 96 take a share from 0.0111 to 0.5104 with payload waterfill; use one"),
+        ("boundary.basis=anchor", "boundary.basis=anchor: is never refreshed with anchor.enabled=false"),
         ("boundary.forward_codec=token_waterfill", "boundary.forward_codec=token_waterfill: shares bits out over a"),
-        ("boundary.predict=embedding", "boundary.predict=embedding: needs a packed forward payload"),
         ("data.task=jsonl", "data.path=null: data.task=jsonl reads a file; set data.path"),
     ],
 )
@@ -294,18 +323,41 @@ def test_a_combination_that_cannot_work_is_named(home: Path, override: str, line
             ["boundary.codec=mask", "boundary.backward_payload=int4"],
             "boundary.backward_payload=int4: mask sends numbers",
         ),
-        (["boundary.shared_basis=true", "boundary.payload=int8"], "boundary.shared_basis=true: packed payloads fit"),
-        (["merger.packed_signs=true"], "merger.packed_signs=true: with anchor.beta=0.5 M is a running mean"),
         (
-            ["merger.packed_signs=true", "anchor.beta=0.0", "merger.kind=delayed_ef"],
+            ["boundary.codec=lowrank", "boundary.predict=embedding"],
+            "boundary.predict=embedding: needs a packed forward payload",
+        ),
+        (["boundary.shared_basis=true"], "boundary.shared_basis=true: needs the lowrank codec in both directions"),
+        (
+            ["boundary.shared_basis=true", "boundary.codec=lowrank", "boundary.payload=int8"],
+            "boundary.shared_basis=true: packed payloads fit",
+        ),
+        (
+            ["anchor.enabled=true", "merger.packed_signs=true"],
+            "merger.packed_signs=true: with anchor.beta=0.5 M is a running mean",
+        ),
+        (
+            ["anchor.enabled=true", "merger.packed_signs=true", "anchor.beta=0.0", "merger.kind=delayed_ef"],
             "merger.kind=delayed_ef does not use",
         ),
-        (["merger.packed_signs=true", "anchor.beta=0.0", "merger.gate=cosine"], "signs alone have no cosine"),
+        (
+            ["anchor.enabled=true", "merger.packed_signs=true", "anchor.beta=0.0", "merger.gate=cosine"],
+            "signs alone have no cosine",
+        ),
     ],
 )
 def test_two_settings_that_contradict_each_other_are_one_line(home: Path, overrides: list[str], line: str) -> None:
     (found,) = checked(home, *overrides).splitlines()
     assert line in found and "; " in found
+
+
+def test_a_budget_that_is_offered_can_be_built(home: Path) -> None:
+    """17 of 1536 bits is one bit of codes; 784 are 8 bits in each of 96 channels."""
+    for budget in (0.0111, 0.5104):
+        boundary = load(home, f"boundary.budget={budget}").boundary
+        assert checked(home, f"boundary.budget={budget}") == ""
+        spec = waterfill_spec(96, 0, share=boundary.budget_of("forward"))
+        assert (spec.row_bits, spec.kept) == {0.0111: (17, 1), 0.5104: (783, 96)}[budget]
 
 
 def test_off_needs_no_quotes(home: Path) -> None:
@@ -320,10 +372,11 @@ def test_every_control_arm_is_one_config_away(home: Path) -> None:
     assert checked(home, "boundary.basis=random", *no_anchor) == ""
     assert checked(home, "boundary.codec=mask", *no_anchor) == ""
     assert checked(home, "boundary.basis=self", "rollout.path=auto", *no_anchor) == ""
-    assert checked(home, "boundary.dense_every=5", *no_anchor) == ""
+    assert checked(home, "boundary.basis=anchor", "boundary.dense_every=5", *no_anchor) == ""
     assert checked(home, "boundary.basis=random", "anchor.enabled=false", "merger.kind=signed_ema") == ""
-    assert checked(home, "merger.alpha=1.0") == ""
-    assert checked(home, "merger.kind=delayed_ef", "anchor.beta=0.0") == ""
+    anchor = ["anchor.enabled=true", "boundary.codec=lowrank", "boundary.basis=anchor"]
+    assert checked(home, "merger.alpha=1.0", *anchor) == ""
+    assert checked(home, "merger.kind=delayed_ef", "anchor.beta=0.0", *anchor) == ""
 
 
 def test_tensor_width_must_divide_heads_and_groups(home: Path) -> None:

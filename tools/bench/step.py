@@ -22,15 +22,16 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.anchor.merger import AnchorMemory, Shards, build_merger
+from megatron_grpo.anchor.merger import Shards, build_memory, build_merger
 from megatron_grpo.backends.huggingface import load_hf_config
 from megatron_grpo.boundary.build import DTYPES, BoundaryCodecs, build_codecs
-from megatron_grpo.boundary.codec import Codec
+from megatron_grpo.boundary.crossing import Crossing, Pass
 from megatron_grpo.config import Config, Direction, layer_split, load_config
 from megatron_grpo.conversion.files import HFReader, stage_weights
 from megatron_grpo.conversion.names import model_shape
-from megatron_grpo.ops.lowrank import basis_digest, error_sums
+from megatron_grpo.ops.lowrank import digest
 from megatron_grpo.ops.merge import agreement_sums
+from megatron_grpo.ops.rows import carrying_rows
 from megatron_grpo.parallel.link import BFLOAT16_BYTES, Ledger, byte_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,8 @@ PARTS = ("rollout", "train", "anchor", "merge")
 REPEATS = 30
 STARTS = 5
 NEVER = 1_000_000
+COLUMNS = 16
+"""Of the sequences whose rows cross."""
 WAYS: tuple[Direction, Direction] = ("forward", "backward")
 
 Row = dict[str, Any]
@@ -139,7 +142,7 @@ def median_seconds(work: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-class Crossing:
+class Ends:
     """One micro-batch at one boundary, each end by itself, as the pipeline's communicator does it.
 
     A rank sends one way and receives the other at each of its boundaries, so a pair of ``send`` and ``receive`` is
@@ -147,51 +150,49 @@ class Crossing:
     """
 
     def __init__(self, codecs: BoundaryCodecs, rows: int, hidden: int, dtype: torch.dtype) -> None:
-        self._codecs, self._dtype, self._ledger = codecs, dtype, Ledger()
-        self._x_NH = torch.randn(rows, hidden, dtype=dtype)
-        self._positions_N = torch.arange(rows) % 64
+        self._crossing, self._dtype, self._ledger = Crossing(codecs), dtype, Ledger()
+        columns = min(rows, COLUMNS)
+        tokens_BS = torch.zeros(rows // columns, columns, dtype=torch.int64)
+        self._rows = carrying_rows(torch.ones_like(tokens_BS, dtype=torch.bool), tokens_BS)
+        self._x_NH = torch.randn(len(self._rows), hidden, dtype=dtype)
 
-    def send(self, way: Direction, *, dense: bool = False, measured: bool = False, learned: bool = False) -> float:
-        """Seconds to encode and count; with the Q error of a fast pass, or with the sketch of an anchor pass."""
-        codec = self._codecs.choose(way, dense=dense)
-        learner = self._codecs.choose(way, dense=False)
+    def send(self, way: Direction, plan: Pass) -> float:
+        """Seconds to encode and count, and to measure or learn where the pass does."""
 
         def work() -> None:
-            payload = codec.encode(self._x_NH, self._positions_N)
-            if measured or learned:
-                decoded_NH = codec.decode(payload, self._positions_N, self._dtype)
-                if measured:
-                    error_sums(self._x_NH, decoded_NH)
-                if learned:
-                    learner.observe(decoded_NH)
+            encoded = self._crossing.encode(way, self._x_NH, self._rows, plan)
             size = self._x_NH.numel() * BFLOAT16_BYTES
-            self._ledger.add("pipeline", "fast", way, sent=payload.nbytes, dense=size)
+            self._ledger.add("pipeline", plan.kind, way, sent=encoded.payload.nbytes, dense=size)
 
         return median_seconds(work)
 
-    def receive(self, way: Direction, *, dense: bool = False, learned: bool = False) -> float:
-        """Seconds to make room and decode; with the sketch of an anchor pass."""
-        codec = self._codecs.choose(way, dense=dense)
-        learner = self._codecs.choose(way, dense=False)
-        arrived = codec.encode(self._x_NH, self._positions_N)
+    def receive(self, way: Direction, plan: Pass) -> float:
+        """Seconds to make room and decode, and to learn where the pass does."""
+        arrived = self._crossing.encode(way, self._x_NH, self._rows, plan).payload
 
         def work() -> None:
-            codec.payload(len(self._x_NH), self._positions_N)
-            decoded_NH = codec.decode(arrived, self._positions_N, self._dtype)
-            if learned:
-                learner.observe(decoded_NH)
+            self._crossing.blank(way, self._rows, plan)
+            self._crossing.decode(way, arrived, self._rows, plan, self._dtype)
 
         return median_seconds(work)
 
-    def pair(self, *, dense: bool = False, learned: bool = False) -> float:
+    def pair(self, plan: Pass) -> float:
         """Forward one way, backward the other, for the end of the boundary that pays more."""
-        measured = not learned
-        ends = (WAYS, WAYS[::-1])
-        return max(
-            self.send(out, dense=dense, measured=measured, learned=learned)
-            + self.receive(back, dense=dense, learned=learned)
-            for out, back in ends
-        )
+        return max(self.send(out, plan) + self.receive(back, plan) for out, back in (WAYS, WAYS[::-1]))
+
+    def refresh(self) -> float:
+        """Seconds to stage what was learned and to hash it, over both directions."""
+
+        def work() -> None:
+            for _, learner in self._crossing.codecs.learners():
+                learner.stage()
+                digest(learner.flat())
+
+        for _, learner in self._crossing.codecs.learners():
+            learner.observe(self._x_NH, self._rows)
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
 
 
 def circuit_seconds(config: Config, sizes: Sizes) -> dict[str, float]:
@@ -206,18 +207,20 @@ def circuit_seconds(config: Config, sizes: Sizes) -> dict[str, float]:
     boundaries = min(2, config.parallel.pipeline - 1)
     fires = ticks / config.anchor.cadence if config.anchor.enabled else 0.0
     dtype = DTYPES[config.model.dtype]
-    codecs = build_codecs(config.boundary, hidden=sizes.hidden, index=0, seed=0)
-    whole = Crossing(codecs, sizes.rows, sizes.hidden, dtype)
+    embedding_VH = torch.randn(1, sizes.hidden)
+    codecs = build_codecs(config.boundary, hidden=sizes.hidden, index=0, seed=0, embedding_VH=embedding_VH)
+    whole = Ends(codecs, sizes.rows, sizes.hidden, dtype)
     old_passes = ticks if config.boundary.commit == "tick" else ticks - 1
-    old = max(whole.send("forward"), whole.receive("forward"))
-    anchor = micros * whole.pair(dense=True, learned=True) + sum(refresh(codec) for codec in codecs.learners())
+    read = Pass("old_logprob")
+    old = max(whole.send("forward", read), whole.receive("forward", read))
+    anchor = micros * whole.pair(Pass("anchor", dense=True, observe="both")) + whole.refresh()
     live = config.sequences_per_step // (config.parallel.data * config.in_flight)
-    column = Crossing(codecs, max(1, live), sizes.hidden, dtype)
-    dense = config.rollout.path == "dense"
-    columns = sizes.columns * max(column.send("forward", dense=dense), column.receive("forward", dense=dense))
+    column = Ends(codecs, max(1, live), sizes.hidden, dtype)
+    sampled = Pass("rollout", dense=config.rollout.path == "dense")
+    columns = sizes.columns * max(column.send("forward", sampled), column.receive("forward", sampled))
     sampling = config.in_flight * columns + ticks * micros * old
     return {
-        "codec_train": boundaries * micros * (ticks * whole.pair() + old_passes * old),
+        "codec_train": boundaries * micros * (ticks * whole.pair(Pass("fast")) + old_passes * old),
         "codec_anchor": boundaries * fires * anchor,
         "codec_rollout": boundaries * sampling,
         "ledger": ticks * median_seconds(lambda: byte_metrics(Ledger().take())),
@@ -225,20 +228,11 @@ def circuit_seconds(config: Config, sizes: Sizes) -> dict[str, float]:
     }
 
 
-def refresh(codec: Codec) -> float:
-    """Seconds of the QR and the hash of one direction's new basis; 0 for codecs without one."""
-    basis = codec.basis
-    if basis is None:
-        return 0.0
-    sketch_Hr = torch.randn_like(basis.current)
-    return median_seconds(lambda: basis_digest(basis.stage(sketch_Hr)))
-
-
 def merger_seconds(config: Config, shards: Shards, *, fires: float, ticks: int) -> float:
     """Seconds of the merge in one step: M and the merger's own state at fires, agreement and merge at every tick."""
     if not config.anchor.enabled:
         return 0.0
-    memory, merger = AnchorMemory(config.anchor.beta), build_merger(config.merger)
+    memory, merger = build_memory(config.anchor, config.merger), build_merger(config.merger)
     fast = [torch.randn_like(shard) for shard in shards]
 
     def arrive() -> None:
@@ -247,7 +241,7 @@ def merger_seconds(config: Config, shards: Shards, *, fires: float, ticks: int) 
     def merge() -> None:
         for gradient, anchor in zip(fast, shards, strict=True):
             agreement_sums(gradient, anchor)
-        merger.merge(fast, shards)
+        merger.merge(fast, shards, fade=1.0, mean=None)
 
     return fires * median_seconds(arrive) + ticks * median_seconds(merge)
 

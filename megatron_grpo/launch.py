@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,12 +120,19 @@ def _forwarding(group: int) -> Iterator[list[int]]:
             os.killpg(group, signal.SIGKILL if received else signal.SIGTERM)
         received.append(number)
 
+    with handling_signals(forward):
+        yield received
+
+
+@contextmanager
+def handling_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """While inside, ``handle`` gets the signals that would end a run; handlers are put back after."""
     before = {number: signal.getsignal(number) for number in FORWARDED}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # nohup stays in force
-            signal.signal(number, forward)
+            signal.signal(number, handle)
     try:
-        yield received
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -49,15 +49,11 @@ class Pass:
 
 
 class Crossing:
-    """The codecs of one boundary at work.
-
-    Attributes:
-        errors: fp64 ``[2 directions, 2]``: squared error and squared norm of the fast pass's rows sent from here.
-    """
+    """The codecs of one boundary at work."""
 
     def __init__(self, codecs: BoundaryCodecs) -> None:
         self.codecs = codecs
-        self.errors = torch.zeros(len(DIRECTIONS), 2, dtype=torch.float64)
+        self._errors: dict[Direction, torch.Tensor] = {}  # on the rows' device: reading one would wait for it
 
     def encode(self, direction: Direction, x_NH: torch.Tensor, rows: Rows, plan: Pass) -> Encoded:
         """The sender's part: code, measure, learn."""
@@ -69,7 +65,8 @@ class Crossing:
                 encoded = Encoded(encoded.payload, codec.decode(encoded.payload, rows, x_NH.dtype))
             assert encoded.decoded_NH is not None
             if plan.kind == "fast":
-                self.errors[DIRECTIONS.index(direction)] += error_sums(x_NH, encoded.decoded_NH).cpu()
+                sums = error_sums(x_NH, encoded.decoded_NH)
+                self._errors[direction] = self._errors[direction] + sums if direction in self._errors else sums
             if plan.observe == "both" and learner is not None:
                 learner.observe(encoded.decoded_NH, rows)
         if plan.observe == "sender" and learner is not None:
@@ -89,6 +86,13 @@ class Crossing:
     def _learner(self, direction: Direction) -> Learner | None:
         """What rows of ``direction`` teach: a shared basis learns from the forward ones alone."""
         return next((learner for way, learner in self.codecs.learners() if way == direction), None)
+
+    def take_errors(self) -> torch.Tensor:
+        """fp64 ``[2 directions, 2]`` since the last call: squared error and squared norm of the fast rows sent here."""
+        zero = torch.zeros(2, dtype=torch.float64)
+        sums = torch.stack([self._errors.get(way, zero).cpu() for way in DIRECTIONS])
+        self._errors.clear()
+        return sums
 
     def blank(self, direction: Direction, rows: Rows, plan: Pass) -> torch.Tensor:
         """An empty payload for the receiver."""
@@ -143,8 +147,7 @@ class Boundaries:
         """fp64 ``[boundaries, 2 directions, 2]`` since the last call, what this rank sent entered: they add up."""
         table = torch.zeros(max(self._total, 1), len(DIRECTIONS), 2, dtype=torch.float64)
         for index, crossing in self.crossings.items():
-            table[index] += crossing.errors
-            crossing.errors.zero_()
+            table[index] += crossing.take_errors()
         return table
 
     def state_dict(self) -> dict[str, Any]:

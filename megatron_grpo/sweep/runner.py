@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from megatron_grpo.config import ConfigError
-from megatron_grpo.launch import FORWARDED, require_engines
+from megatron_grpo.launch import handling_signals, require_engines
 from megatron_grpo.sweep.children import Child, ForkedRun, Starter
 from megatron_grpo.sweep.folder import changed_keys, console_tail, is_finished, locked, ticks_made
 from megatron_grpo.sweep.results import run_metrics, sweep_results
@@ -198,12 +197,5 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, _frame: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.getsignal(number) for number in FORWARDED}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # nohup stays in force
-            signal.signal(number, note)
-    try:
+    with handling_signals(note):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

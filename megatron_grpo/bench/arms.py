@@ -24,6 +24,7 @@ REFRESHES = 8
 PLAIN: dict[str, Any] = {
     "basis": "self",
     "predict": "none",
+    "metric": "none",
     "weighting": None,
     "error_feedback": False,
     "rounding": "nearest",
@@ -82,6 +83,20 @@ FORWARD_ARMS = (
     _forward("waterfill", codec="lowrank", payload="waterfill"),
     _forward("waterfill, embedding", codec="lowrank", payload="waterfill", predict="embedding"),
     _forward("waterfill, embedding+previous", codec="lowrank", payload="waterfill", predict="embedding+previous"),
+    _forward(
+        "waterfill, embedding, gradient",
+        codec="lowrank",
+        payload="waterfill",
+        predict="embedding",
+        metric="gradient",
+    ),
+    _forward(
+        "waterfill, embedding+previous, gradient",
+        codec="lowrank",
+        payload="waterfill",
+        predict="embedding+previous",
+        metric="gradient",
+    ),
 )
 BACKWARD_ARMS = (
     _backward("lowrank", codec="lowrank", payload="bfloat16"),
@@ -92,10 +107,23 @@ BACKWARD_ARMS = (
 )
 
 
+Parts = list[tuple[torch.Tensor, Rows]]
+
+
 def fitted_codecs(
-    arm: Arm, share: float | None, seen: Rowbook, *, seed: int, embedding_VH: torch.Tensor
+    arm: Arm,
+    share: float | None,
+    seen: Rowbook,
+    *,
+    seed: int,
+    embedding_VH: torch.Tensor,
+    gradients: Rowbook | None = None,
 ) -> list[Codec]:
-    """The arm's codec of every boundary, fitted on the rows that were seen there."""
+    """The arm's codec of every boundary, fitted on the rows that were seen there.
+
+    Args:
+        gradients: of activations, the loss's gradients with respect to them, for a fit that weighs errors by those.
+    """
     cfg = arm.config(share, embedding_VH.shape[1])
     codecs = []
     for index, parts in enumerate(seen.parts):
@@ -103,16 +131,18 @@ def fitted_codecs(
         codec = built.choose(arm.direction, dense=False)
         codec.begin_step(0)
         if codec.learner is not None:
-            _teach(codec.learner, parts)
+            _teach(codec.learner, parts, [] if gradients is None else gradients.parts[index])
         codecs.append(codec)
     return codecs
 
 
-def _teach(learner: Learner, parts: list[tuple[torch.Tensor, Rows]]) -> None:
+def _teach(learner: Learner, parts: Parts, gradients: Parts) -> None:
     for _ in range(REFRESHES):
         before = learner.flat()
         for x_NH, rows in parts:
             learner.observe(x_NH, rows)
+        for grad_NH, _ in gradients:
+            learner.observe_gradient(grad_NH)
         learner.stage()
         taught = learner.flat()
         learner.commit()

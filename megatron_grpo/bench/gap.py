@@ -24,6 +24,8 @@ from megatron_grpo.rollout.sampler import SamplingRule
 
 ROLLOUT_PROMPTS = 8
 ROLLOUT_RESPONSE = 16
+GRADIENT_PART = 4
+"""One of so many texts to fit on is passed backward, too."""
 
 Note = Callable[[str], None]
 """Told what was just done, :func:`pieces_of_work` times."""
@@ -45,7 +47,7 @@ class GapSettings:
 
     shares: tuple[float, ...]
     texts: int = 16
-    fit_texts: int = 64
+    fit_texts: int = 256
     group: int = 2
     max_response: int = 64
     micro_batch: int = 32
@@ -160,10 +162,10 @@ class _Bench:
                 self._split.response_logits(batch, seen)
         reference = DenseReference(self._split, test)
         self._note("activations of the texts to fit on")
-        forward = [self._forward(reference, seen, arm, share) for arm, share in self._sized(FORWARD_ARMS)]
-        limits = self._limits(reference, seen)
-        gradients = boundary_gradients(self._split, fit[: len(test)])
+        gradients = boundary_gradients(self._split, fit[: max(len(test), len(fit) // GRADIENT_PART)])
         self._note("gradients of the texts to fit on")
+        forward = [self._forward(reference, seen, gradients, arm, share) for arm, share in self._sized(FORWARD_ARMS)]
+        limits = self._limits(reference, seen)
         passes = RetainedPasses(self._split, test)
         backward = [self._backward(passes, gradients, arm, share) for arm, share in self._sized(BACKWARD_ARMS)]
         return {
@@ -188,8 +190,17 @@ class _Bench:
     def _sized(self, arms: Sequence[Arm]) -> list[tuple[Arm, float | None]]:
         return [(arm, share) for arm in arms for share in (self._settings.shares if arm.sized else (None,))]
 
-    def _forward(self, reference: DenseReference, seen: Rowbook, arm: Arm, share: float | None) -> dict[str, Any]:
-        codecs = fitted_codecs(arm, share, seen, seed=self._settings.seed, embedding_VH=self._model.embedding_VH)
+    def _forward(
+        self, reference: DenseReference, seen: Rowbook, gradients: Rowbook, arm: Arm, share: float | None
+    ) -> dict[str, Any]:
+        codecs = fitted_codecs(
+            arm,
+            share,
+            seen,
+            seed=self._settings.seed,
+            embedding_VH=self._model.embedding_VH,
+            gradients=gradients,
+        )
         row = forward_row(reference, codecs)
         rule = replace(self._rule, max_response=min(ROLLOUT_RESPONSE, self._rule.max_response))
         row |= rollout_gap(self._split, self._test_prompts[:ROLLOUT_PROMPTS], rule, codecs)

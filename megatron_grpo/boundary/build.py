@@ -73,7 +73,7 @@ def build_codecs(
     return BoundaryCodecs(
         index=index,
         forward=builder.codec("forward"),
-        backward=FeedbackCodec(builder.codec("backward")) if cfg.error_feedback else builder.codec("backward"),
+        backward=FeedbackCodec(builder.codec("backward")) if cfg.feeds_back else builder.codec("backward"),
         dense_forward=IdentityCodec(hidden, DTYPES[cfg.dense_payload("forward")]),
         dense_backward=IdentityCodec(hidden, DTYPES[cfg.dense_payload("backward")]),
     )
@@ -131,6 +131,7 @@ class _Builder:
             seed_of(self._seed, self._index, direction),
             purpose=f"{direction} {self._index} observed",
             by_energy=cfg.weighting == "energy",
+            by_gradients=direction == "forward" and cfg.metric == "gradient",
             learns=cfg.basis != "random",
         )
         return TransformCodec(learner, context, f"{direction} {self._index}")

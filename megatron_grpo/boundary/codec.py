@@ -27,6 +27,11 @@ class Learner(Protocol):
     """
 
     @property
+    def wants_gradients(self) -> bool:
+        """Whether gradients teach it anything."""
+        return False
+
+    @property
     def is_open(self) -> bool:
         """Whether rows were observed since the last :meth:`stage`."""
         ...
@@ -34,6 +39,10 @@ class Learner(Protocol):
     def observe(self, x_NH: torch.Tensor, rows: Rows) -> None:
         """Add rows to the open sums."""
         ...
+
+    def observe_gradient(self, grad_NH: torch.Tensor) -> None:
+        """Add gradients with respect to rows, which say where an error of the rows would matter."""
+        return None
 
     def sums(self) -> list[torch.Tensor]:
         """The open sums themselves, to be summed over data-parallel ranks in place."""

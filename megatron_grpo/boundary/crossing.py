@@ -67,8 +67,10 @@ class Crossing:
             if plan.kind == "fast":
                 sums = error_sums(x_NH, encoded.decoded_NH)
                 self._errors[direction] = self._errors[direction] + sums if direction in self._errors else sums
-            if plan.observe == "both" and learner is not None:
-                learner.observe(encoded.decoded_NH, rows)
+            if plan.observe == "both":
+                if learner is not None:
+                    learner.observe(encoded.decoded_NH, rows)
+                self.learn_gradient(direction, encoded.decoded_NH, plan)
         if plan.observe == "sender" and learner is not None:
             learner.observe(x_NH, rows)
         return encoded
@@ -81,7 +83,14 @@ class Crossing:
         learner = self._learner(direction)
         if plan.observe == "both" and learner is not None:
             learner.observe(decoded_NH, rows)
+        self.learn_gradient(direction, decoded_NH, plan)
         return decoded_NH
+
+    def learn_gradient(self, direction: Direction, decoded_NH: torch.Tensor, plan: Pass) -> None:
+        """What a gradient that crossed says of the rows that cross forward: of their sender, or of both ends."""
+        learner = self._learner("forward")
+        if direction == "backward" and plan.observe is not None and learner is not None:
+            learner.observe_gradient(decoded_NH)
 
     def _learner(self, direction: Direction) -> Learner | None:
         """What rows of ``direction`` teach: a shared basis learns from the forward ones alone."""
@@ -142,6 +151,15 @@ class Boundaries:
     def learns_backward(self) -> bool:
         """Whether gradients are coded by something fitted to them."""
         return any(way == "backward" for crossing in self.crossings.values() for way, _ in crossing.codecs.learners())
+
+    @property
+    def learns_from_gradients(self) -> bool:
+        """Whether forward rows are coded by what their gradients say of them."""
+        return any(
+            way == "forward" and learner.wants_gradients
+            for crossing in self.crossings.values()
+            for way, learner in crossing.codecs.learners()
+        )
 
     def take_errors(self) -> torch.Tensor:
         """fp64 ``[boundaries, 2 directions, 2]`` since the last call, what this rank sent entered: they add up."""

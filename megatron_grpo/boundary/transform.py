@@ -18,7 +18,6 @@ from megatron_grpo.ops.transform import (
     decode_rows,
     encode_rows,
     fit,
-    flat,
     random_fit,
     unflatten,
     unit_rows,
@@ -63,16 +62,33 @@ class Transform(Learner):
         seed: of the random basis before the first fit.
         purpose: names what this learner keeps in a sequence's memory; different for every boundary.
         by_energy: fit on rows as they are instead of normalised ones.
+        by_gradients: weigh errors by the gradients with respect to the rows.
         learns: whether rows are observed at all.
     """
 
-    def __init__(self, spec: Spec, context: Context, seed: int, *, purpose: str, by_energy: bool, learns: bool) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        context: Context,
+        seed: int,
+        *,
+        purpose: str,
+        by_energy: bool,
+        by_gradients: bool,
+        learns: bool,
+    ) -> None:
         self._purpose = purpose
         self.current = random_fit(spec, seed, torch.device("cpu"))
-        self.spec, self._context, self._by_energy, self._learns = spec, context, by_energy, learns
+        self.spec, self._context = spec, context
+        self._by_energy, self._by_gradients, self._learns = by_energy, by_gradients, learns
         self._staged: torch.Tensor | None = None
+        self._staged_analysis: torch.Tensor | None = None
         self._moments: Moments | None = None
         self._history: Moments | None = None
+
+    @property
+    def wants_gradients(self) -> bool:
+        return self._learns and self._by_gradients
 
     @property
     def is_open(self) -> bool:
@@ -81,7 +97,7 @@ class Transform(Learner):
     def to(self, device: torch.device) -> "Transform":
         """This fit, living on ``device`` from now on."""
         if self.current.basis_HK.device != device:
-            self.current = unflatten(flat(self.current).to(device), self.spec)
+            self.current = unflatten(self.current.flat_n.to(device), self.spec, self.current.analysis_HK)
         return self
 
     def observe(self, x_NH: torch.Tensor, rows: Rows) -> None:
@@ -94,6 +110,13 @@ class Transform(Learner):
             walk.leave(column, unit_NH[column])
         self._moments.add(x_NH, self._context.rows(walk.first_N, rows.tokens_N, walk.before_NH))
 
+    def observe_gradient(self, grad_NH: torch.Tensor) -> None:
+        if not self.wants_gradients:
+            return
+        if self._moments is None:
+            self._moments = self._no_moments(grad_NH.device)
+        self._moments.add_gradients(grad_NH)
+
     def sums(self) -> list[torch.Tensor]:
         return [] if self._moments is None else self._moments.tensors()
 
@@ -105,30 +128,39 @@ class Transform(Learner):
             self._history = self._no_moments(moments.second_DD.device)
         for old, new in zip(self._history.tensors(), moments.tensors(), strict=True):
             old.mul_(HISTORY).add_(new)
-        if bool(self._history.tally_3[0] > 0):
-            self._staged = flat(fit(self._history, self.spec))
+        if bool(self._history.tally_4[0] > 0):
+            fitted = fit(self._history, self.spec)
+            self._staged, self._staged_analysis = fitted.flat_n, fitted.analysis_HK
 
     def _no_moments(self, device: torch.device) -> Moments:
         return Moments.zeros(self.spec.hidden, self._context.size, device, by_energy=self._by_energy)
 
     def flat(self) -> torch.Tensor:
-        return flat(self.current) if self._staged is None else self._staged
+        return self.current.flat_n if self._staged is None else self._staged
 
     def stage_flat(self, flat: torch.Tensor) -> None:
-        self._staged = flat
+        self._staged, self._staged_analysis = flat, None
 
     def commit(self) -> None:
         if self._staged is not None:
-            self.current, self._staged = unflatten(self._staged, self.spec), None
+            self.current = unflatten(self._staged, self.spec, self._staged_analysis)
+            self._staged = self._staged_analysis = None
 
     def state_dict(self) -> dict[str, Any]:
         history = None if self._history is None else [part.clone() for part in self._history.tensors()]
-        return {"current": flat(self.current), "staged": self._staged, "history": history}
+        return {
+            "current": self.current.flat_n,
+            "analysis": self.current.analysis_HK,
+            "staged": self._staged,
+            "staged_analysis": self._staged_analysis,
+            "history": history,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.current, self._staged = unflatten(state["current"], self.spec), state["staged"]
+        self.current = unflatten(state["current"], self.spec, state["analysis"])
+        self._staged, self._staged_analysis = state["staged"], state["staged_analysis"]
         history = state["history"]
-        self._history = None if history is None else Moments(history[0], history[1], self._by_energy)
+        self._history = None if history is None else Moments(history[0], history[1], history[2], self._by_energy)
         self._moments = None
 
 

@@ -28,11 +28,18 @@ PATH_KEYS = (
 PACKAGED = "deepspeed_configs"
 
 
+_MERGE = "tag:yaml.org,2002:merge"
+
+
 class _Loader(yaml.SafeLoader):
-    """PyYAML follows YAML 1.1, where 1e-6 is text; here it is a number, and a key given twice is an error."""
+    """PyYAML follows YAML 1.1, where 1e-6 is text; here it is a number, and a key given twice is an error.
+
+    What ``<<`` brings in is no key of the mapping's own: those come first.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        own = [key for key, _ in node.value if key.tag != _MERGE]
+        keys = [self.construct_object(key, deep=True) for key in own]
         for key in keys:
             if keys.count(key) > 1:
                 raise ConfigError(f"{key}: is given twice{node.start_mark}; keep one")

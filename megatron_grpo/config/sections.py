@@ -112,28 +112,30 @@ class BoundaryConfig(Section):
     backward_payload: Payload | None = None
     budget: Share | None = None
     """Bytes of a crossing as a share of bfloat16, for payload waterfill and codec token_waterfill; shorthand. Without
-    any, 0.06 forward and 0.02 backward."""
+    any, 0.065 forward and 0.015 backward."""
     forward_budget: Share | None = None
     backward_budget: Share | None = None
     basis: Literal["anchor", "self", "random"] = "self"
     """anchor: learns from every uncompressed pass; self: the sender learns from its own tensors; random: the first one
     is kept."""
     refresh_steps: Positive = 16
-    """Steps between refreshes of basis self, and between measurements of the gap for rollout.path auto; before the
-    first, both happen after 1, 2, 4, 8 ... steps."""
+    """Steps between refreshes of basis self, and between measurements of the gap for rollout.path auto. Before the
+    first, a basis is refreshed after 1, 2, 4, 8 ... steps."""
     calibration: Positive = 32
     """Sequences sampled uncompressed before the first step, for the first basis of basis self and the first gap."""
     predict: Prediction | None = None
-    """What packed forward rows are predicted from, so that only the rest is coded; embedding+previous with payload
-    waterfill, none elsewhere, when absent."""
+    """What packed forward rows are predicted from, so that only the rest is coded; embedding with payload waterfill,
+    none elsewhere, when absent."""
     weighting: Literal["energy", "rows"] | None = None
     """Whether a basis is fitted on rows as they are or on normalised ones; energy with float payloads when absent."""
+    metric: Literal["gradient", "none"] = "gradient"
+    """What an error of packed forward rows counts: by the gradients that come back for them, or alike everywhere."""
     commit: Literal["step", "tick"] = "step"
     """When a new basis comes into force; tick is a control that changes it inside a step."""
     dense_every: Natural = 0
     """Ticks between uncompressed ticks without an anchor; 0: none."""
-    error_feedback: bool = False
-    """Backward rows carry what the micro-batch before lost at the same places."""
+    error_feedback: bool | None = None
+    """Backward rows carry what the micro-batch before lost at the same places; when absent, with token_waterfill."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Of packed backward payloads; stochastic is unbiased."""
     links: Annotated[tuple[Literal["pipeline", "tensor"], ...], Field(strict=False, min_length=1)] = ("pipeline",)
@@ -161,7 +163,7 @@ class BoundaryConfig(Section):
 
     def budget_of(self, direction: Direction) -> float:
         """The byte budget of one direction as a share of a bfloat16 crossing, the shorthand resolved."""
-        default = 0.06 if direction == "forward" else 0.02
+        default = 0.065 if direction == "forward" else 0.015
         return (self.forward_budget if direction == "forward" else self.backward_budget) or self.budget or default
 
     def rank_of(self, hidden: int) -> int:
@@ -178,7 +180,14 @@ class BoundaryConfig(Section):
         if self.predict is not None:
             return self.predict
         waterfill = self.packed("forward") and self.payload_of("forward") == "waterfill"
-        return "embedding+previous" if waterfill else "none"
+        return "embedding" if waterfill else "none"
+
+    @property
+    def feeds_back(self) -> bool:
+        """``error_feedback``, the default resolved."""
+        if self.error_feedback is not None:
+            return self.error_feedback
+        return self.codec_of("backward") == "token_waterfill"
 
     def dense_payload(self, direction: Direction) -> Literal["float32", "bfloat16"]:
         """The number format of an uncompressed crossing: bfloat16 unless the payload is float32."""
@@ -258,7 +267,7 @@ class RolloutConfig(Section):
     """0 is off."""
     path: Literal["dense", "codec", "auto"] = "auto"
     """Whether the boundaries are compressed while sampling; auto: where the measured gap is at most gap_limit."""
-    gap_limit: PositiveFloat = 0.02
+    gap_limit: PositiveFloat = 0.05
     """Median |trainer - sampler| log-prob, in nats, up to which auto samples through the codec."""
     in_flight: Positive | None = None
     """Micro-batches under way at once; parallel.pipeline when absent."""

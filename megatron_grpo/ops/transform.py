@@ -7,6 +7,13 @@ with whatever others it crosses, and takes :attr:`Spec.row_bits` whatever it hol
 
 W is a ridge regression on what both ends know of the row (:class:`Moments` says what that may be). V and the spread
 are the eigenvectors and standard deviations of what it leaves over; bits go to the channels by reverse water-filling.
+
+Which errors matter, the rows do not say: a small channel may decide the next token. The gradients of the loss with
+respect to the rows do. With their second moment G (a share of it flat, :data:`FLAT_SHARE`) an error e counts as
+e^T G e, which for small errors is what it adds to the loss's curvature (the Fisher metric, where the loss is the
+log-prob of what was sampled). So rows are analysed by E = G^(1/2) U and rebuilt by V = G^(-1/2) U, with U and the
+spread from G^(1/2) R G^(1/2), R the covariance of what is left over. Without gradients G is the identity and E is V.
+
 Two bytes a row carry the norm and the gain, the residual's rms in units of its spread. The gain matters: what is left
 over differs by token, and without a scale of its own the quantiser's range fits few of them.
 
@@ -34,6 +41,9 @@ _CHANNELS_PER_BIT = 0.7  # more channels than that get no bits at any budget
 _RIDGE = 0.5  # times features over rows, relative to a feature's mean square
 _SHRINKAGE = 0.5  # weight of a flat covariance, in rows per hidden channel
 _FLOOR = 1e-8  # least variance of a channel of unit rows
+
+FLAT_SHARE = 0.1
+"""Of the metric of gradients: what one of them says of channels that it hardly touches is not to be trusted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +137,21 @@ class Moments:
 
     Attributes:
         second_DD: fp32, weighted sum of the products of [1, huge, context, unit row].
-        tally_3: fp64, rows, those of ordinary norm, and the sum of log2 of the ordinary norms.
+        tally_4: fp64, rows, those of ordinary norm, the sum of log2 of the ordinary norms, and rows of gradients.
+        gradient_HH: fp32, sum of the outer products of the loss's gradients with respect to the rows.
         by_energy: weigh every row by its squared norm, as it counts in the energy of rows as they are.
     """
 
     second_DD: torch.Tensor
-    tally_3: torch.Tensor
+    tally_4: torch.Tensor
+    gradient_HH: torch.Tensor
     by_energy: bool = False
 
     @classmethod
     def zeros(cls, hidden: int, context: int, device: torch.device, *, by_energy: bool = False) -> "Moments":
         size = _FLAGS + context + hidden
-        second_DD = torch.zeros(size, size, device=device)
-        return cls(second_DD, torch.zeros(3, dtype=torch.float64, device=device), by_energy)
+        second_DD, gradient_HH = (torch.zeros(side, side, device=device) for side in (size, hidden))
+        return cls(second_DD, torch.zeros(4, dtype=torch.float64, device=device), gradient_HH, by_energy)
 
     def add(self, x_NH: torch.Tensor, context_NC: torch.Tensor | None = None) -> None:
         """Add rows of one micro-batch. Rows of zeros and rows that are not finite are left out.
@@ -161,31 +173,45 @@ class Moments:
             z_ND *= norm_N[:, None]
         self.second_DD.add_(z_ND.T @ z_ND)
         ordinary_N = (~huge_N).double()
-        self.tally_3.add_(
-            torch.stack([torch.ones_like(ordinary_N), ordinary_N, ordinary_N * norm_N.double().log2()]).sum(dim=1)
+        self.tally_4.add_(
+            torch.stack(
+                [torch.ones_like(ordinary_N), ordinary_N, ordinary_N * norm_N.double().log2(), 0 * ordinary_N]
+            ).sum(dim=1)
         )
+
+    def add_gradients(self, grad_NH: torch.Tensor) -> None:
+        """Add the gradients of one micro-batch's rows; those of zeros and those that are not finite are left out."""
+        grad_NH = grad_NH.float()
+        norm_N = torch.linalg.vector_norm(grad_NH, dim=-1)
+        grad_NH = grad_NH[norm_N.isfinite() & (norm_N > 0)]
+        self.gradient_HH.add_(grad_NH.T @ grad_NH)
+        self.tally_4[3] += len(grad_NH)
 
     def tensors(self) -> list[torch.Tensor]:
         """The sums themselves, to be summed over ranks in place."""
-        return [self.second_DD, self.tally_3]
+        return [self.second_DD, self.tally_4, self.gradient_HH]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransformFit:
-    """What both ends hold of one direction of a boundary. Every number is a bfloat16, held as fp32.
+    """What both ends hold of one direction of a boundary, every number a bfloat16, and what only the sender has.
 
     Attributes:
+        flat_n: all of the former as it crosses, bfloat16 ``[spec.flat_size]``; the rest is read off it, in fp32.
         log_norm: log2 of the typical norm, a scalar.
         weights_FH: W, prediction of unit rows.
         basis_HK: V, falling variance.
+        analysis_HK: E, of the sender: channels of a row are its products with E. V itself without a metric.
         spread_K: standard deviation of the channels.
         channels: how many channels have at least 1, 2, ... bits. Those with more bits come first.
     """
 
     spec: Spec
+    flat_n: torch.Tensor
     log_norm: torch.Tensor
     weights_FH: torch.Tensor
     basis_HK: torch.Tensor
+    analysis_HK: torch.Tensor
     spread_K: torch.Tensor
     channels: tuple[int, ...]
 
@@ -215,7 +241,7 @@ def fit(moments: Moments, spec: Spec) -> TransformFit:
     Few rows make a large ridge and a covariance drawn towards a flat one, so that nothing is ever undefined.
     """
     features = _FLAGS + spec.context
-    rows, ordinary, log_sum = moments.tally_3
+    rows, ordinary, log_sum, gradients = moments.tally_4
     total = moments.second_DD[0, 0].double()
     mean_DD = moments.second_DD.double() / torch.where(total > 0, total, 1.0)
     ff, fh, hh = mean_DD[:features, :features], mean_DD[:features, features:], mean_DD[features:, features:]
@@ -228,11 +254,26 @@ def fit(moments: Moments, spec: Spec) -> TransformFit:
     flat_weight = spec.hidden / (spec.hidden + rows / _SHRINKAGE)
     residual_HH = residual_HH * (1 - flat_weight)
     residual_HH.diagonal().add_(flat_weight * hh.diagonal().mean())
-    variance_H, basis_HH = torch.linalg.eigh(residual_HH)
+    root_HH, inverse_HH = _metric_roots(moments.gradient_HH.double(), gradients)
+    variance_H, vectors_HH = torch.linalg.eigh(root_HH @ residual_HH @ root_HH)
     kept = slice(-spec.kept, None)
     spread_K = variance_H[kept].flip(0).clamp(min=_FLOOR).sqrt()
     log_norm_1 = (log_sum / ordinary.clamp(min=1))[None]
-    return unflatten(_flatten(log_norm_1, spread_K, weights_FH, basis_HH[:, kept].flip(1)), spec)
+    vectors_HK = vectors_HH[:, kept].flip(1)
+    flat_n = _flatten(log_norm_1, spread_K, weights_FH, inverse_HH @ vectors_HK)
+    return unflatten(flat_n, spec, (root_HH @ vectors_HK).float())
+
+
+def _metric_roots(gradient_HH: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """G^(1/2) and G^(-1/2), mean eigenvalue of G 1, fp64; without gradients the identity."""
+    hidden = len(gradient_HH)
+    eye_HH = torch.eye(hidden, dtype=gradient_HH.dtype, device=gradient_HH.device)
+    scale = gradient_HH.diagonal().mean()
+    metric_HH = gradient_HH / torch.where(scale > 0, scale, 1.0)
+    flat_share = FLAT_SHARE + (1 - FLAT_SHARE) * hidden / (hidden + rows)
+    value_H, vectors_HH = torch.linalg.eigh((1 - flat_share) * metric_HH + flat_share * eye_HH)
+    root_H = value_H.clamp(min=_FLOOR).sqrt()
+    return (vectors_HH * root_H) @ vectors_HH.T, (vectors_HH / root_H) @ vectors_HH.T
 
 
 def random_fit(spec: Spec, seed: int, device: torch.device) -> TransformFit:
@@ -243,22 +284,24 @@ def random_fit(spec: Spec, seed: int, device: torch.device) -> TransformFit:
     return unflatten(flat_n.to(device), spec)
 
 
-def flat(fit: TransformFit) -> torch.Tensor:
-    """What crosses when a fit does, bfloat16 ``[spec.flat_size]``; nothing is lost."""
-    return _flatten(fit.log_norm[None], fit.spread_K, fit.weights_FH, fit.basis_HK)
+def unflatten(flat_n: torch.Tensor, spec: Spec, analysis_HK: torch.Tensor | None = None) -> TransformFit:
+    """The fit that crossed as ``flat_n`` (:attr:`TransformFit.flat_n`), on its device.
 
-
-def unflatten(flat_n: torch.Tensor, spec: Spec) -> TransformFit:
-    """Inverse of :func:`flat`, on the device of ``flat_n``."""
+    Args:
+        analysis_HK: what the sender kept of the fit; ``None`` at the receiver, and without a metric.
+    """
     features = _FLAGS + spec.context
     sizes = [1, spec.kept, features * spec.hidden, spec.hidden * spec.kept]
     log_norm_1, spread_K, weights, basis = torch.split(flat_n.float(), sizes)
     bits_K = allocate_bits(spread_K.square(), spec.code_bits, spec.max_bits)
+    basis_HK = basis.view(spec.hidden, spec.kept)
     return TransformFit(
         spec=spec,
+        flat_n=flat_n,
         log_norm=log_norm_1[0],
         weights_FH=weights.view(features, spec.hidden),
-        basis_HK=basis.view(spec.hidden, spec.kept),
+        basis_HK=basis_HK,
+        analysis_HK=basis_HK if analysis_HK is None else analysis_HK.to(flat_n.device),
         spread_K=spread_K,
         channels=tuple(count for bits in range(spec.max_bits) if (count := int((bits_K > bits).sum())) > 0),
     )
@@ -284,7 +327,7 @@ def encode_rows(
     unit_NH = (x_NH / _scales(fit, scale_N)[:, None]).nan_to_num(nan=0.0)
     predicted_NH = _predict(fit, scale_N, context_NC)
     active = slice(fit.active)
-    z_NA = (unit_NH - predicted_NH) @ fit.basis_HK[:, active] / fit.spread_K[active]
+    z_NA = (unit_NH - predicted_NH) @ fit.analysis_HK[:, active] / fit.spread_K[active]
     gain_N = _GAIN.codes(z_NA.square().mean(dim=-1).sqrt().log2())
     z_NA = z_NA / torch.exp2(_GAIN.logs(gain_N))[:, None]
     codes_NA = torch.cat([gaussian_codes(z_NA[:, span], bits) for bits, span in reversed(fit.widths())], dim=-1)

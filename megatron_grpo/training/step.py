@@ -71,9 +71,13 @@ class StepRunner:
         batch = self._calibration_batch()
         if self._owns_basis:
             if policy.boundaries.learns_backward:
-                self.ticks.observe(self._whole_replay(batch), kind="basis")
+                self.ticks.observe(self._whole_replay(batch), Pass("basis", dense=True, observe="both"))
             policy.link.refresh(policy.groups.data)
             policy.boundaries.commit()
+            if policy.boundaries.learns_from_gradients:
+                self.ticks.observe(self._whole_replay(batch), Pass("basis", observe="sender"))
+                policy.link.refresh_from_sender(policy.groups.data)
+                policy.boundaries.commit()
         if self._measures_gap:
             self._gap = self._measure_gap(batch, dense=False)
 
@@ -83,13 +87,12 @@ class StepRunner:
         start = time.perf_counter()
         policy.boundaries.begin_step(step)
         policy.boundaries.commit()
-        due = refresh_due(step + 1, cfg.boundary.refresh_steps)
-        refreshes = due and self._owns_basis
+        refreshes = self._owns_basis and refresh_due(step + 1, cfg.boundary.refresh_steps)
         by_codec = self._samples_by_codec(step)
         batch, figures = self._rollout(step, by_codec=by_codec)
         replays_start = time.perf_counter()
         replays = self._replays(step, batch, by_codec=by_codec)
-        if due and self._measures_gap:
+        if self._measures_gap and (step + 1) % cfg.boundary.refresh_steps == 0:
             self._gap = self._measure_gap(batch.rows(0, cfg.grpo.group_size), dense=by_codec)
         old_seconds = time.perf_counter() - replays_start
         rows = []

@@ -22,7 +22,6 @@ from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import Config
 from megatron_grpo.ops.merge import agreement_sums
 from megatron_grpo.parallel.collectives import sum_over
-from megatron_grpo.parallel.link import Kind
 from megatron_grpo.training.loss import PolicyLoss, Replay, model_inputs
 from megatron_grpo.training.policy import Policy
 
@@ -135,9 +134,9 @@ class TickRunner:
                 policy.stage, policy.link, inputs, plan, self._loss, scale=policy.groups.layout.data
             )
 
-    def observe(self, replay: Replay, kind: Kind) -> None:
-        """An uncompressed pass that only teaches: its gradients are dropped. Collective: every rank."""
-        self._pass(replay, Pass(kind, dense=True, observe="both"))
+    def observe(self, replay: Replay, plan: Pass) -> None:
+        """A pass that only teaches: its gradients are dropped. Collective: every rank."""
+        self._pass(replay, plan)
         self._policy.engine.discard_gradients()
 
     def _fast(self, replay: Replay, report: TickReport, *, uncompressed: bool, learn: bool) -> None:

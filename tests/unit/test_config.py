@@ -18,6 +18,7 @@ from megatron_grpo.config import (
     load_config,
     write_resolved,
 )
+from megatron_grpo.config.loading import parse_yaml
 from megatron_grpo.ops.transform import waterfill_spec
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
@@ -82,13 +83,13 @@ def test_defaults_are_those_of_the_design(home: Path) -> None:
     config = load(home)
     boundary, anchor, rollout = config.boundary, config.anchor, config.rollout
     assert [boundary.codec_of(way) for way in DIRECTIONS] == ["lowrank", "token_waterfill"]
-    assert [boundary.budget_of(way) for way in DIRECTIONS] == [0.06, 0.02]
-    assert (boundary.payload_of("forward"), boundary.prediction) == ("waterfill", "embedding+previous")
+    assert [boundary.budget_of(way) for way in DIRECTIONS] == [0.065, 0.015]
+    assert (boundary.payload_of("forward"), boundary.prediction) == ("waterfill", "embedding")
     assert (boundary.basis, boundary.refresh_steps, boundary.calibration) == ("self", 16, 32)
     assert [boundary.rank_of(hidden) for hidden in (96, 3)] == [5, 3]
     assert (anchor.enabled, anchor.cadence, anchor.delay, anchor.beta) == (False, 5, 5, 0.5)
     assert (config.merger.kind, config.merger.alpha) == ("signed_ema", 0.85)
-    assert (rollout.path, rollout.gap_limit) == ("auto", 0.02)
+    assert (rollout.path, rollout.gap_limit) == ("auto", 0.05)
     assert (config.optim.lr, config.optim.clip, config.grpo.eps) == (5e-5, 1.0, 1e-6)
 
 
@@ -164,7 +165,7 @@ def test_shorthands_are_resolved_by_direction() -> None:
     ("settings", "payload", "prediction"),
     [
         ({"forward_codec": "lowrank"}, "bfloat16", "none"),  # a codec that is named sends plain numbers
-        ({"codec": "lowrank", "payload": "waterfill"}, "waterfill", "embedding+previous"),
+        ({"codec": "lowrank", "payload": "waterfill"}, "waterfill", "embedding"),
         ({"payload": "int8"}, "int8", "none"),
         ({"forward_payload": "int4", "predict": "embedding"}, "int4", "embedding"),
         ({"predict": "none"}, "waterfill", "none"),
@@ -246,6 +247,13 @@ def test_all_errors_come_at_once(home: Path) -> None:
 def test_a_malformed_file_is_refused_in_words(home: Path, text: str, part: str) -> None:
     (home / "run.yaml").write_text(text)
     assert part in refused(home)
+
+
+def test_a_mapping_may_build_on_another() -> None:
+    text = "few: &few {size: 4, ticks: 1}\nmany: {<<: *few, ticks: 8}\n"
+    assert parse_yaml(text, "file")["many"] == {"size": 4, "ticks": 8}
+    with pytest.raises(ConfigError, match="ticks: is given twice"):
+        parse_yaml("few: &few {size: 4}\nmany: {<<: *few, ticks: 8, ticks: 9}\n", "file")
 
 
 def test_a_missing_file_is_refused_in_words(home: Path) -> None:

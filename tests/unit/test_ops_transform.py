@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_grpo.ops.transform import (
+    FLAT_SHARE,
     Moments,
     Spec,
     TransformFit,
@@ -16,7 +17,6 @@ from megatron_grpo.ops.transform import (
     encode_rows,
     fit,
     fixed_spec,
-    flat,
     random_fit,
     unflatten,
     unit_rows,
@@ -87,7 +87,7 @@ def test_both_ends_decode_the_same_rows(spec: Spec, dtype: torch.dtype) -> None:
     x_NH = _coloured(200, 48, seed=1).to(dtype)
     transform = fit(_moments(x_NH), spec)
     payload, decoded_NH = encode_rows(transform, x_NH)
-    received = unflatten(flat(transform).clone(), spec)
+    received = unflatten(transform.flat_n.clone(), spec)
     assert payload.dtype == torch.uint8
     assert torch.equal(decode_rows(received, payload.clone(), 200), decoded_NH)
 
@@ -174,7 +174,7 @@ def test_moments_of_parts_add_up_to_those_of_the_whole() -> None:
         torch.testing.assert_close(left + right, summed, rtol=1e-5, atol=1e-4)
     z_ND = torch.cat([torch.ones(90, 1), torch.zeros(90, 1), context_NC, unit_rows(x_NH)], dim=1)
     torch.testing.assert_close(whole.second_DD, torch.einsum("ni,nj->ij", z_ND, z_ND), rtol=1e-5, atol=1e-4)
-    assert whole.tally_3.tolist() == [90, 90, pytest.approx(x_NH.norm(dim=1).double().log2().sum().item())]
+    assert whole.tally_4.tolist() == [90, 90, pytest.approx(x_NH.norm(dim=1).double().log2().sum().item()), 0]
 
 
 def test_tensors_of_moments_are_live() -> None:
@@ -182,7 +182,9 @@ def test_tensors_of_moments_are_live() -> None:
     moments, spec = _moments(x_NH[:32]), fixed_spec(8, 0, rank=8, bits=4)
     for mine, other in zip(moments.tensors(), _moments(x_NH[32:]).tensors(), strict=True):
         mine.add_(other)  # what an all-reduce does
-    torch.testing.assert_close(flat(fit(moments, spec)), flat(fit(_moments(x_NH), spec)), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        fit(moments, spec).basis_HK.abs(), fit(_moments(x_NH), spec).basis_HK.abs(), rtol=0.02, atol=0.02
+    )
 
 
 @pytest.mark.parametrize("hidden", [24, 96])
@@ -240,7 +242,7 @@ def test_few_rows_make_a_fit_that_is_safe_on_others(rows: int) -> None:
     x_NH = _coloured(1200, hidden, seed=1) + 0.1 * embedding_VH[tokens_N]
     context_NC = torch.cat([embedding_VH[tokens_N], unit_rows(x_NH).roll(1, 0)], dim=1)
     transform = _fitted(x_NH[:rows], context_NC[:rows])
-    assert flat(transform).isfinite().all()
+    assert all(part.isfinite().all() for part in (transform.weights_FH, transform.basis_HK, transform.spread_K))
     _, decoded_NH = encode_rows(transform, x_NH[600:], context_NC[600:])
     assert decoded_NH.isfinite().all()
     if rows == 600:
@@ -253,19 +255,63 @@ def test_a_random_fit_is_orthonormal_and_repeats_bit_for_bit() -> None:
     transform = random_fit(spec, 7, CPU)
     gram_KK = transform.basis_HK.T @ transform.basis_HK
     torch.testing.assert_close(gram_KK, torch.eye(6), atol=0.01, rtol=0)
-    assert torch.equal(flat(transform), flat(random_fit(spec, 7, CPU)))
-    assert not torch.equal(flat(transform), flat(random_fit(spec, 8, CPU)))
+    assert torch.equal(transform.flat_n, random_fit(spec, 7, CPU).flat_n)
+    assert not torch.equal(transform.flat_n, random_fit(spec, 8, CPU).flat_n)
 
 
 def test_a_fit_crosses_in_bfloat16_without_loss() -> None:
     transform = _fitted(_coloured(200, 24, seed=1), _randn(200, 3, seed=2))
-    crossing = flat(transform)
-    assert crossing.dtype == torch.bfloat16
-    assert crossing.shape == (transform.spec.flat_size,)
-    received = unflatten(crossing, transform.spec)
+    assert transform.flat_n.dtype == torch.bfloat16
+    assert transform.flat_n.shape == (transform.spec.flat_size,)
+    received = unflatten(transform.flat_n.clone(), transform.spec)
     assert received.channels == transform.channels
-    assert torch.equal(flat(received), crossing)
-    assert torch.equal(received.weights_FH, transform.weights_FH)
+    assert torch.equal(received.weights_FH, transform.weights_FH) and torch.equal(received.basis_HK, transform.basis_HK)
+
+
+def _by_gradients(x_NH: torch.Tensor, grad_NH: torch.Tensor, spec: Spec) -> TransformFit:
+    moments = _moments(x_NH)
+    moments.add_gradients(grad_NH)
+    return fit(moments, spec)
+
+
+def test_a_metric_is_the_root_of_the_gradients_second_moment() -> None:
+    """Ten lines of numpy-like steps: G, its root, the eigenvectors of root R root; analysis and synthesis from them."""
+    x_NH, grad_NH = _coloured(4000, 6, seed=1), _randn(3000, 6, seed=2) * torch.tensor([4.0, 1, 1, 0.5, 0.1, 2])
+    transform = _by_gradients(x_NH, grad_NH, fixed_spec(6, 0, rank=3, bits=4))
+    unit_NH = unit_rows(x_NH).double()
+    gram_HH = (grad_NH.T @ grad_NH).double()
+    share = FLAT_SHARE + (1 - FLAT_SHARE) * 6 / 3006
+    metric_HH = (1 - share) * 6 * gram_HH / gram_HH.trace() + share * torch.eye(6)
+    value_H, vectors_HH = torch.linalg.eigh(metric_HH)
+    root_HH = vectors_HH @ value_H.sqrt().diag() @ vectors_HH.T
+    covariance_HH = unit_NH.T.cov(correction=0)
+    flat_weight = 6 / (6 + 4000 / 0.5)
+    covariance_HH = (1 - flat_weight) * covariance_HH + flat_weight * torch.eye(6) * unit_NH.square().mean()
+    variance_H, u_HH = torch.linalg.eigh(root_HH @ covariance_HH @ root_HH)
+    u_HK, variance_K = u_HH.flip(1)[:, :3], variance_H.flip(0)[:3]
+    torch.testing.assert_close(transform.spread_K.double(), variance_K.sqrt(), rtol=2**-8, atol=0)
+    torch.testing.assert_close(transform.analysis_HK.double().abs(), (root_HH @ u_HK).abs(), rtol=1e-3, atol=1e-3)
+    expected_HK = torch.linalg.inv(root_HH) @ u_HK
+    torch.testing.assert_close(transform.basis_HK.double().abs(), expected_HK.abs(), rtol=0, atol=0.02)
+
+
+def test_bits_go_where_the_gradients_say() -> None:
+    """Gradients along axis 0 alone, where the rows vary least: its error falls, that of all axes together rises."""
+    x_NH = _randn(2000, 16, seed=1) * torch.linspace(0.2, 2.0, 16)
+    grad_NH = torch.nn.functional.pad(_randn(500, 1, seed=2), (0, 15))
+    spec = waterfill_spec(16, 0, share=0.15)
+    plain, weighed = (
+        encode_rows(transform, x_NH)[1] for transform in (fit(_moments(x_NH), spec), _by_gradients(x_NH, grad_NH, spec))
+    )
+    assert _error(x_NH[:, :1], weighed[:, :1]) < 0.3 * _error(x_NH[:, :1], plain[:, :1])
+    assert _error(x_NH, weighed) > _error(x_NH, plain)
+
+
+def test_gradients_that_say_nothing_change_nothing() -> None:
+    x_NH, spec = _coloured(200, 12, seed=1), waterfill_spec(12, 0, share=0.2)
+    grad_NH = torch.zeros(5, 12)
+    grad_NH[0, 3] = math.nan
+    assert torch.equal(_by_gradients(x_NH, grad_NH, spec).flat_n, fit(_moments(x_NH), spec).flat_n)
 
 
 def test_weighting_by_energy_follows_the_rows_of_large_norm() -> None:

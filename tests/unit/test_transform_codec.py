@@ -4,7 +4,7 @@ Legend: N rows, B sequences, S columns, H hidden, V vocabulary, C numbers of con
 """
 
 from math import log2
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from megatron_grpo.boundary.whitened import WhitenedCodec
 from megatron_grpo.config import BoundaryConfig, Direction
 from megatron_grpo.ops.lowrank import project
 from megatron_grpo.ops.rows import Rows, SequenceMemory, carrying_rows
-from megatron_grpo.ops.transform import Moments, fit, flat
+from megatron_grpo.ops.transform import Moments, fit
 
 H, V, SHARE = 24, 11, 0.25
 CODE_BITS = 80  # 0.25 x 16 x 24 less 16 of scale
@@ -151,7 +151,7 @@ def test_no_rows_zero_rows_and_bad_rows(predict: str) -> None:
 
 def moments_by_hand(x_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of [1, huge, first, embedding, unit row before, unit row] twice, and the tally: sequence after sequence."""
-    second, tally = torch.zeros(2 + 1 + 3 * H, 2 + 1 + 3 * H, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    second, tally = torch.zeros(2 + 1 + 3 * H, 2 + 1 + 3 * H, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     for sequence, (start, stop) in enumerate(SPANS):
         before = torch.zeros(H, dtype=torch.float64)
         for column in range(start, stop):
@@ -160,14 +160,16 @@ def moments_by_hand(x_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             flags = torch.tensor([1.0, 0.0, float(column == start)], dtype=torch.float64)
             z = torch.cat([flags, EMBEDDING[TOKENS[sequence, column]].double(), before, unit])
             second += torch.outer(z, z)
-            tally += torch.tensor([1.0, 1.0, log2(x.norm().item())], dtype=torch.float64)
+            tally += torch.tensor([1.0, 1.0, log2(x.norm().item()), 0.0], dtype=torch.float64)
             before = unit
     return second, tally
 
 
 def middle() -> Boundaries:
     """Both boundaries of the middle one of three stages."""
-    return build_boundaries(BoundaryConfig(), stages=3, stage=1, hidden=H, seed=3, embedding_VH=EMBEDDING)
+    return build_boundaries(
+        BoundaryConfig(predict="embedding+previous"), stages=3, stage=1, hidden=H, seed=3, embedding_VH=EMBEDDING
+    )
 
 
 def learner_of(boundaries: Boundaries, index: int) -> Transform:
@@ -187,9 +189,10 @@ def test_what_a_learner_remembers_of_a_sequence_is_its_own() -> None:
         boundaries.crossings[1].encode("forward", rows.select(x[1][first:last]), rows, plan)
     for index in range(2):
         second, tally = moments_by_hand(x[index].bfloat16())
-        second_DD, tally_3 = learner_of(boundaries, index).sums()
+        second_DD, tally_4, gradient_HH = learner_of(boundaries, index).sums()
         torch.testing.assert_close(second_DD.double(), second, atol=1e-3, rtol=1e-5)
-        torch.testing.assert_close(tally_3, tally, atol=1e-4, rtol=0)
+        torch.testing.assert_close(tally_4, tally, atol=1e-4, rtol=0)
+        assert not gradient_HH.any()
 
 
 def test_coding_and_learning_do_not_share_what_they_remember() -> None:
@@ -201,7 +204,7 @@ def test_coding_and_learning_do_not_share_what_they_remember() -> None:
         assert torch.equal(
             learning.payload, boundaries.crossings[1].encode("forward", x_NH, alone, Pass("rollout")).payload
         )
-    second_DD, _ = learner_of(boundaries, 1).sums()
+    second_DD, *_ = learner_of(boundaries, 1).sums()
     torch.testing.assert_close(second_DD.double(), moments_by_hand(x_SBH)[0], atol=1e-3, rtol=1e-5)
 
 
@@ -209,37 +212,67 @@ def test_a_fit_waits_for_the_commit_and_crosses_as_one_vector() -> None:
     sender, receiver = (codecs().forward.learner for _ in range(2))
     assert isinstance(sender, Transform) and isinstance(receiver, Transform)
     old = sender.flat().clone()
-    # channels kept: all 24 of 56; features: 2 flags, the first row's, and twice 24
-    assert old.dtype == torch.bfloat16 and old.shape == (1 + 24 + (2 + 1 + 48 + 24) * 24,)
+    # channels kept: all 24 of 56; features: 2 flags, the first row's, and the embedding's 24
+    assert old.dtype == torch.bfloat16 and old.shape == (1 + 24 + (2 + 1 + 24 + 24) * 24,)
     assert torch.equal(old, receiver.flat())
     sender.stage()
     assert torch.equal(sender.flat(), old)  # nothing was seen
     sender.observe(WHOLE.select(hidden_states()), WHOLE)
     assert sender.is_open and torch.equal(sender.flat(), old)
     sender.stage()
-    assert not sender.is_open and not torch.equal(sender.flat(), old) and torch.equal(flat(sender.current), old)
+    assert not sender.is_open and not torch.equal(sender.flat(), old) and torch.equal(sender.current.flat_n, old)
     receiver.stage_flat(sender.flat().clone())
     for end in (sender, receiver):
         end.commit()
-    assert torch.equal(flat(sender.current), flat(receiver.current)) and not torch.equal(flat(sender.current), old)
+    assert torch.equal(sender.current.flat_n, receiver.current.flat_n) and not torch.equal(sender.current.flat_n, old)
 
 
 def test_a_fit_remembers_half_of_what_was_before_over_a_resume() -> None:
-    first, resumed, fresh = (codecs().forward.learner for _ in range(3))
+    first, resumed, fresh = (codecs(predict="embedding+previous").forward.learner for _ in range(3))
     assert isinstance(first, Transform) and isinstance(resumed, Transform) and isinstance(fresh, Transform)
     first.observe(WHOLE.select(hidden_states(0)), WHOLE)
     first.stage()  # staged, and not in force
     resumed.load_state_dict(first.state_dict())
-    assert torch.equal(resumed.flat(), first.flat()) and torch.equal(flat(resumed.current), flat(first.current))
+    assert torch.equal(resumed.flat(), first.flat()) and torch.equal(resumed.current.flat_n, first.current.flat_n)
     for learner in (first, resumed, fresh):
         learner.commit()
         learner.observe(WHOLE.select(hidden_states(1)), WHOLE)
         learner.stage()
     assert torch.equal(resumed.flat(), first.flat())
     both = [old / 2 + new for old, new in zip(*map(moments_by_hand, map(hidden_states, (0, 1))), strict=True)]
-    expected = flat(fit(Moments(both[0].float(), both[1]), first.spec)).float()
-    torch.testing.assert_close(first.flat().float(), expected, atol=0.01, rtol=0.01)
-    assert (fresh.flat().float() - expected).abs().max() > 0.1
+    expected = fit(Moments(both[0].float(), both[1], torch.zeros(H, H)), first.spec)
+    first.commit()
+    fresh.commit()
+    torch.testing.assert_close(first.current.spread_K, expected.spread_K, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(first.current.weights_FH, expected.weights_FH, atol=0.01, rtol=0)
+    assert (fresh.current.weights_FH - expected.weights_FH).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("observe", ["sender", "both"])
+def test_gradients_teach_the_rows_that_go_forward(observe: Literal["sender", "both"]) -> None:
+    """As the forward sender decodes them, and where both ends learn, at the gradient's sender, too; once at each."""
+    x_NH, grad_NH = WHOLE.select(hidden_states(1)), WHOLE.select(hidden_states(2))
+    plan = Pass("basis", dense=observe == "both", observe=observe)
+    ends = middle().crossings
+    encoded = ends[0].encode("backward", grad_NH, WHOLE, plan)
+    ends[1].encode("forward", x_NH, WHOLE, plan)
+    received_NH = ends[1].decode("backward", encoded.payload, WHOLE, plan, torch.float32)
+    upper, lower = (ends[index].codecs.forward.learner for index in range(2))
+    assert isinstance(upper, Transform) and isinstance(lower, Transform)
+    assert torch.equal(lower.sums()[2], received_NH.T @ received_NH) and lower.sums()[1][3] > 0
+    assert lower.sums()[1][0] == N
+    if observe == "both":
+        assert torch.equal(upper.sums()[2], lower.sums()[2])
+    else:
+        assert not upper.is_open
+
+
+@pytest.mark.parametrize("settings", [{"metric": "none"}, {"basis": "random"}])
+def test_gradients_teach_nothing_without_a_metric(settings: dict[str, Any]) -> None:
+    learner = codecs(**settings).forward.learner
+    assert isinstance(learner, Transform) and not learner.wants_gradients
+    learner.observe_gradient(WHOLE.select(hidden_states(1)))
+    assert not learner.is_open
 
 
 def whitened(bits: int, rounding: str = "nearest") -> WhitenedCodec:
@@ -290,7 +323,7 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
 @pytest.mark.parametrize(("share", "size"), [(0.02, 23), (0.1, 111), (0.5, 552)])
 def test_token_waterfill_has_the_promised_bytes(share: float, size: int) -> None:
     """23 rows x 24 x 2 bytes x share, rounded up."""
-    codec = codecs(backward_budget=share).backward
+    codec = codecs(backward_budget=share, error_feedback=False).backward
     assert isinstance(codec, TokenWaterfillCodec)
     payload = codec.encode(WHOLE.select(hidden_states(9)), WHOLE).payload
     assert N == 23 and len(payload) == len(codec.payload(WHOLE)) == size

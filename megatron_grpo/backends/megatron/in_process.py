@@ -73,10 +73,13 @@ class InProcessLink:
             sent=encoded.payload.nbytes,
             dense=x_NH.numel() * BFLOAT16_BYTES,
         )
-        if encoded.decoded_NH is not None:  # the sender knows already what the receiver makes of it
-            return encoded.decoded_NH
-        codec = crossing.codecs.choose(direction, dense=plan.dense)
-        return codec.decode(encoded.payload, rows, x_NH.dtype)
+        decoded_NH = encoded.decoded_NH  # what the receiver makes of it, where the sender had to work that out
+        if decoded_NH is None:
+            codec = crossing.codecs.choose(direction, dense=plan.dense)
+            decoded_NH = codec.decode(encoded.payload, rows, x_NH.dtype)
+        if plan.observe == "sender":  # of the rows that go the other way: this end is one, too
+            crossing.learn_gradient(direction, decoded_NH, plan)
+        return decoded_NH
 
     def refresh(self, dp_group: dist.ProcessGroup) -> None:
         """See ``CodecP2PCommunicator.refresh``: both ends are one here, and would exchange a digest each."""

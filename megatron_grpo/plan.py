@@ -122,7 +122,7 @@ def _boundary(config: Config, hidden: int | None) -> dict[str, str]:
 
 
 def _own_basis(boundary: BoundaryConfig, hidden: int) -> str:
-    """What crosses at a refresh: the state of what is fitted, in bfloat16."""
+    """What is fitted: what crosses at a refresh, what is sampled uncompressed for the first, what both ends hold."""
     import torch  # nothing else here needs it
 
     from megatron_grpo.boundary.build import build_codecs
@@ -131,4 +131,8 @@ def _own_basis(boundary: BoundaryConfig, hidden: int) -> str:
     sizes = [learner.flat().nbytes for _, learner in codecs.learners()]
     if not sizes:
         return "nothing is fitted"
-    return f"{sum(sizes) / 1000:.1f} kB a boundary every {boundary.refresh_steps} steps"
+    text = (
+        f"{sum(sizes) / 1000:.1f} kB a boundary every {boundary.refresh_steps} steps (and after 1, 2, 4 ...); "
+        f"{boundary.calibration} sequences uncompressed before the first step"
+    )
+    return text if boundary.prediction == "none" else text + "; both ends hold the token embedding, read from the model"

@@ -88,6 +88,8 @@ class Alarm:
             if value is not None:
                 seen.append(value)
         score = self._ahead(tick, held) / LIMIT * (1.0 + symptom(self._lengths, self._cuts) / 2.0)
+        if not self._anchor.enabled:  # no M, nothing to warn of
+            score = 0.0
         begins = score >= 1.0 and not self._stands
         self._stands = begins or (self._stands and score >= CALM)
         if self._anchor.alarm == "adapt":

@@ -32,10 +32,13 @@ class BoundaryCodecs:
     dense_forward: Codec
     dense_backward: Codec
 
-    def choose(self, direction: Direction, *, dense: bool) -> Codec:
+    def choose(self, direction: Direction, *, dense: bool, fast: bool = True) -> Codec:
+        """The codec of a pass; one that is not ``fast`` leaves no remainders behind: its gradients are not stepped."""
         if direction == "forward":
             return self.dense_forward if dense else self.forward
-        return self.dense_backward if dense else self.backward
+        if dense:
+            return self.dense_backward
+        return self.backward.inner if isinstance(self.backward, FeedbackCodec) and not fast else self.backward
 
     def coding(self) -> list[Codec]:
         return [self.forward, self.backward]

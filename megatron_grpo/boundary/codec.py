@@ -53,7 +53,7 @@ class Learner(Protocol):
         ...
 
     def flat(self) -> torch.Tensor:
-        """One vector that holds what is staged (else what is in use): its bits are the whole state."""
+        """One vector that holds what is staged (else what is in use): its bits are all that a receiver needs."""
         ...
 
     def stage_flat(self, flat: torch.Tensor) -> None:

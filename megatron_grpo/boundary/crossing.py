@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_grpo.boundary.build import BoundaryCodecs, build_codecs
-from megatron_grpo.boundary.codec import Encoded, Learner
+from megatron_grpo.boundary.codec import Codec, Encoded, Learner
 from megatron_grpo.config import BoundaryConfig, Direction
 from megatron_grpo.ops.lowrank import error_sums
 from megatron_grpo.ops.rows import Rows, all_rows
@@ -55,9 +55,13 @@ class Crossing:
         self.codecs = codecs
         self._errors: dict[Direction, torch.Tensor] = {}  # on the rows' device: reading one would wait for it
 
+    def codec(self, direction: Direction, plan: Pass) -> Codec:
+        """The codec that rows cross by."""
+        return self.codecs.choose(direction, dense=plan.dense, fast=plan.kind == "fast")
+
     def encode(self, direction: Direction, x_NH: torch.Tensor, rows: Rows, plan: Pass) -> Encoded:
         """The sender's part: code, measure, learn."""
-        codec = self.codecs.choose(direction, dense=plan.dense)
+        codec = self.codec(direction, plan)
         encoded = codec.encode(x_NH, rows)
         learner = self._learner(direction)
         if plan.kind == "fast" or plan.observe == "both":
@@ -79,7 +83,7 @@ class Crossing:
         self, direction: Direction, payload: torch.Tensor, rows: Rows, plan: Pass, dtype: torch.dtype
     ) -> torch.Tensor:
         """The receiver's part: decode and learn."""
-        decoded_NH = self.codecs.choose(direction, dense=plan.dense).decode(payload, rows, dtype)
+        decoded_NH = self.codec(direction, plan).decode(payload, rows, dtype)
         learner = self._learner(direction)
         if plan.observe == "both" and learner is not None:
             learner.observe(decoded_NH, rows)
@@ -105,7 +109,7 @@ class Crossing:
 
     def blank(self, direction: Direction, rows: Rows, plan: Pass) -> torch.Tensor:
         """An empty payload for the receiver."""
-        return self.codecs.choose(direction, dense=plan.dense).payload(rows)
+        return self.codec(direction, plan).payload(rows)
 
 
 class Boundaries:

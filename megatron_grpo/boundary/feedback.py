@@ -32,30 +32,33 @@ class FeedbackCodec(Codec):
     """Error feedback: what coding lost at a place is added to the rows at the same place of the next micro-batch.
 
     As Optimus-CC (Song et al. 2023) does for low-rank gradients between stages. Only the sender remembers.
+
+    Attributes:
+        inner: codes without remembering, for passes whose gradients are thrown away.
     """
 
     def __init__(self, inner: Codec) -> None:
-        self._inner = inner
+        self.inner = inner
         self.learner = inner.learner
         self._lost_SBH: torch.Tensor | None = None
 
     def payload(self, rows: Rows) -> torch.Tensor:
-        return self._inner.payload(rows)
+        return self.inner.payload(rows)
 
     def encode(self, x_NH: torch.Tensor, rows: Rows) -> Encoded:
         lost_SBH = self._room(x_NH, rows)
         places = (rows.positions_N, rows.sequences_N)
-        wanted_NH = x_NH + lost_SBH[places].to(x_NH.dtype)
-        encoded = self._inner.encode(wanted_NH, rows)
+        wanted_NH = x_NH.float() + lost_SBH[places]
+        encoded = self.inner.encode(wanted_NH, rows)
         decoded_NH = encoded.decoded_NH
         if decoded_NH is None:
-            decoded_NH = self._inner.decode(encoded.payload, rows, x_NH.dtype)
-        lost_NH = (wanted_NH - decoded_NH).float()
+            decoded_NH = self.inner.decode(encoded.payload, rows, torch.float32)
+        lost_NH = wanted_NH - decoded_NH
         lost_SBH[places] = torch.where(lost_NH.isfinite(), lost_NH, 0.0)  # a bad tick is skipped, and not remembered
-        return Encoded(encoded.payload, decoded_NH)
+        return Encoded(encoded.payload, decoded_NH.to(x_NH.dtype))
 
     def decode(self, payload: torch.Tensor, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
-        return self._inner.decode(payload, rows, dtype)
+        return self.inner.decode(payload, rows, dtype)
 
     def _room(self, x_NH: torch.Tensor, rows: Rows) -> torch.Tensor:
         """The remembered remainders, grown with zeros to every place of ``rows``."""
@@ -71,12 +74,12 @@ class FeedbackCodec(Codec):
         return old
 
     def begin_step(self, step: int) -> None:
-        self._inner.begin_step(step)
+        self.inner.begin_step(step)
 
     def state_dict(self) -> dict[str, Any]:
         lost = None if self._lost_SBH is None else self._lost_SBH.clone()
-        return {"inner": self._inner.state_dict(), "lost": lost}
+        return {"inner": self.inner.state_dict(), "lost": lost}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state["inner"])
+        self.inner.load_state_dict(state["inner"])
         self._lost_SBH = state["lost"]

@@ -132,8 +132,14 @@ class Transform(Learner):
             fitted = fit(self._history, self.spec)
             self._staged, self._staged_analysis = fitted.flat_n, fitted.analysis_HK
 
+    def _moments_of(self, sums: list[torch.Tensor]) -> Moments:
+        second_DD, tally_4, *gradient = sums
+        return Moments(second_DD, tally_4, gradient[0] if gradient else None, self._by_energy)
+
     def _no_moments(self, device: torch.device) -> Moments:
-        return Moments.zeros(self.spec.hidden, self._context.size, device, by_energy=self._by_energy)
+        return Moments.zeros(
+            self.spec.hidden, self._context.size, device, by_energy=self._by_energy, by_gradients=self._by_gradients
+        )
 
     def flat(self) -> torch.Tensor:
         return self.current.flat_n if self._staged is None else self._staged
@@ -160,7 +166,7 @@ class Transform(Learner):
         self.current = unflatten(state["current"], self.spec, state["analysis"])
         self._staged, self._staged_analysis = state["staged"], state["staged_analysis"]
         history = state["history"]
-        self._history = None if history is None else Moments(history[0], history[1], history[2], self._by_energy)
+        self._history = None if history is None else self._moments_of(history)
         self._moments = None
 
 

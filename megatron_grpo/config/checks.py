@@ -79,10 +79,19 @@ def _model(config: Config, model: dict[str, Any]) -> Iterator[str]:
         )
 
 
+LEAST_BITS = 0.1
+"""A number, on average, for token_waterfill: one row in ten at one bit a number."""
+
+
 def _budgets(boundary: BoundaryConfig, hidden: int) -> Iterator[str]:
     """A waterfilled row has 16 bits of scale, and then 1 bit to 8 bits a channel: the sizes of ``ops.transform``."""
     for side in DIRECTIONS:
         budget = boundary.budget_of(side)
+        if boundary.codec_of(side) == "token_waterfill" and budget < LEAST_BITS / 16:
+            yield (
+                f"boundary.{side}_budget={budget}: a row of token_waterfill takes a bit to say whether it is sent, and "
+                f"its codes; use at least {ceil(1e4 * LEAST_BITS / 16) / 1e4}"
+            )
         bits = floor(budget * 16 * hidden + 1e-6) - 16
         if boundary.packed(side) and boundary.payload_of(side) == "waterfill" and not 1 <= bits <= 8 * hidden:
             least, most = ceil(17e4 / (16 * hidden)) / 1e4, floor(1e4 * (0.5 + 1 / hidden)) / 1e4
@@ -159,6 +168,11 @@ def _either(values: list[int]) -> str:
 
 def _circuit(config: Config) -> Iterator[str]:
     """The anchor feeds the basis and the merger."""
+    if config.boundary.commit == "tick" and config.boundary.basis != "anchor":
+        yield (
+            f"boundary.commit=tick: basis={config.boundary.basis} changes between steps alone; "
+            "use boundary.basis=anchor, or commit=step"
+        )
     if config.anchor.enabled:
         yield from _signs(config)
         return

@@ -216,7 +216,7 @@ class AnchorConfig(Section):
 
 class MergerConfig(Section):
     kind: Literal["none", "signed_ema", "delayed_ef"] = "signed_ema"
-    alpha: Fraction = 0.85
+    alpha: Fraction = 0.82
     """signed_ema: weight of the fast gradient; the source's is 0.25."""
     lam: NonNegativeFloat = 1.0
     """delayed_ef: weight of the correction."""

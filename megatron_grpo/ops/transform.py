@@ -138,19 +138,23 @@ class Moments:
     Attributes:
         second_DD: fp32, weighted sum of the products of [1, huge, context, unit row].
         tally_4: fp64, rows, those of ordinary norm, the sum of log2 of the ordinary norms, and rows of gradients.
-        gradient_HH: fp32, sum of the outer products of the loss's gradients with respect to the rows.
+        gradient_HH: fp32, sum of the outer products of the loss's gradients with respect to the rows; ``None`` where
+            they do not matter.
         by_energy: weigh every row by its squared norm, as it counts in the energy of rows as they are.
     """
 
     second_DD: torch.Tensor
     tally_4: torch.Tensor
-    gradient_HH: torch.Tensor
+    gradient_HH: torch.Tensor | None = None
     by_energy: bool = False
 
     @classmethod
-    def zeros(cls, hidden: int, context: int, device: torch.device, *, by_energy: bool = False) -> "Moments":
+    def zeros(
+        cls, hidden: int, context: int, device: torch.device, *, by_energy: bool = False, by_gradients: bool = False
+    ) -> "Moments":
         size = _FLAGS + context + hidden
-        second_DD, gradient_HH = (torch.zeros(side, side, device=device) for side in (size, hidden))
+        second_DD = torch.zeros(size, size, device=device)
+        gradient_HH = torch.zeros(hidden, hidden, device=device) if by_gradients else None
         return cls(second_DD, torch.zeros(4, dtype=torch.float64, device=device), gradient_HH, by_energy)
 
     def add(self, x_NH: torch.Tensor, context_NC: torch.Tensor | None = None) -> None:
@@ -181,6 +185,7 @@ class Moments:
 
     def add_gradients(self, grad_NH: torch.Tensor) -> None:
         """Add the gradients of one micro-batch's rows; those of zeros and those that are not finite are left out."""
+        assert self.gradient_HH is not None
         grad_NH = grad_NH.float()
         norm_N = torch.linalg.vector_norm(grad_NH, dim=-1)
         grad_NH = grad_NH[norm_N.isfinite() & (norm_N > 0)]
@@ -189,7 +194,7 @@ class Moments:
 
     def tensors(self) -> list[torch.Tensor]:
         """The sums themselves, to be summed over ranks in place."""
-        return [self.second_DD, self.tally_4, self.gradient_HH]
+        return [self.second_DD, self.tally_4, *([] if self.gradient_HH is None else [self.gradient_HH])]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,7 +206,8 @@ class TransformFit:
         log_norm: log2 of the typical norm, a scalar.
         weights_FH: W, prediction of unit rows.
         basis_HK: V, falling variance.
-        analysis_HK: E, of the sender: channels of a row are its products with E. V itself without a metric.
+        analysis_HK: E, of the sender, fp32: channels of a row are its products with E. Before V is rounded, and without
+            a metric, the two are one.
         spread_K: standard deviation of the channels.
         channels: how many channels have at least 1, 2, ... bits. Those with more bits come first.
     """
@@ -254,7 +260,10 @@ def fit(moments: Moments, spec: Spec) -> TransformFit:
     flat_weight = spec.hidden / (spec.hidden + rows / _SHRINKAGE)
     residual_HH = residual_HH * (1 - flat_weight)
     residual_HH.diagonal().add_(flat_weight * hh.diagonal().mean())
-    root_HH, inverse_HH = _metric_roots(moments.gradient_HH.double(), gradients)
+    eye_HH = torch.eye(spec.hidden, dtype=residual_HH.dtype, device=residual_HH.device)
+    root_HH, inverse_HH = eye_HH, eye_HH
+    if moments.gradient_HH is not None:
+        root_HH, inverse_HH = _metric_roots(moments.gradient_HH.double(), gradients)
     variance_H, vectors_HH = torch.linalg.eigh(root_HH @ residual_HH @ root_HH)
     kept = slice(-spec.kept, None)
     spread_K = variance_H[kept].flip(0).clamp(min=_FLOOR).sqrt()

@@ -142,10 +142,10 @@ class _Run:
                 progress = read_progress(checkpoint, cfg)
                 load_checkpoint(checkpoint, policy, steps)
             record = self._open_record(progress)
-            if not progress.validation_start:
-                progress = Progress(0, steps.validate())
             if checkpoint is None:
                 steps.calibrate()
+            if not progress.validation_start:
+                progress = Progress(0, steps.validate())
             record.log(_scores("before training", progress.validation_start))
             progress = self._steps(steps, policy, record, progress)
             if self._stop:

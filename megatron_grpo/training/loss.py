@@ -15,8 +15,10 @@ from megatron_grpo.ops.logprobs import VocabReduce, token_logprobs, token_logpro
 from megatron_grpo.ops.rows import Rows, carrying_rows
 from megatron_grpo.rollout.batch import Batch
 
-SUMS = ("tokens", "clipped", "entropy", "kl", "gap", "loss")
-"""What a micro-batch reports, in this order: sums over response tokens (loss: its share of the step's loss)."""
+SUMS = ("tokens", "clipped", "entropy", "kl", "compared", "gap", "loss")
+"""What a micro-batch reports, in this order: sums over response tokens (loss: its share of the step's loss).
+
+Compared are tokens of which trainer and sampler both worked out a log-prob; gap is the sum over these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Replay:
         old_logp_BR: log-probs at the step's first weights; ``None`` means the pass's own, so the ratio is 1.
         reference_logp_BR: log-probs of the reference policy, where a KL term wants them.
         tokens, sequences: of the whole minibatch, over all replicas: the loss's denominators.
+        old_is_sampled: ``old_logp_BR`` are the sampler's, so that they tell nothing of how far the trainer's are off.
     """
 
     batch: Batch
@@ -35,10 +38,11 @@ class Replay:
     reference_logp_BR: torch.Tensor | None
     tokens: int
     sequences: int
+    old_is_sampled: bool = False
 
     def paired(self) -> "Replay":
         """The same minibatch with ratio 1, for the anchor."""
-        return replace(self, old_logp_BR=None)
+        return replace(self, old_logp_BR=None, old_is_sampled=False)
 
     def split(self, size: int) -> list["Replay"]:
         """Micro-batches of ``size`` sequences; denominators stay those of the minibatch."""
@@ -86,7 +90,7 @@ class PolicyLoss:
         self._cfg, self._rollout, self._reduce = cfg, rollout, reduce
 
     def __call__(self, logits_BTV: torch.Tensor, micro: ModelInput) -> tuple[torch.Tensor, Any]:
-        """This micro-batch's share of the loss, and ``(sums [6] fp64, |trainer - sampler| a token)``, detached."""
+        """This micro-batch's share of the loss, and ``(sums [7] fp64, |trainer - sampler| a token)``, detached."""
         cfg, replay = self._cfg, micro.payload
         batch: Batch = replay.batch
         mask_BR = batch.response_mask_BR
@@ -127,11 +131,17 @@ class PolicyLoss:
             max_response=self._rollout.max_response,
         )
         gap = (old_BR - batch.sampler_logp_BR).abs()[mask_BR]
+        if replay.old_is_sampled:
+            gap = gap[:0]
 
         def total(x_BR: torch.Tensor | None) -> torch.Tensor:
             return loss.new_zeros(()) if x_BR is None else x_BR.detach()[mask_BR].sum()
 
-        sums = [mask_BR.sum(), total(clipped_BR), total(entropy_BR), total(kl_BR), gap.sum(), loss.detach()]
+        compared = loss.new_tensor(len(gap))
+        sums = [
+            *(mask_BR.sum(), total(clipped_BR), total(entropy_BR), total(kl_BR)),
+            *(compared, gap.sum(), loss.detach()),
+        ]
         return loss, (torch.stack([value.double() for value in sums]), gap.detach())
 
 

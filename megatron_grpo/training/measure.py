@@ -10,6 +10,7 @@ from megatron_grpo.ops.grpo import dead_groups
 from megatron_grpo.parallel.collectives import broadcast_from, sum_over
 from megatron_grpo.parallel.groups import ParallelGroups
 from megatron_grpo.parallel.link import byte_metrics
+from megatron_grpo.training.loss import SUMS
 from megatron_grpo.training.policy import Policy
 from megatron_grpo.training.tick import TickReport
 
@@ -70,7 +71,7 @@ class Measure:
             rollout = figures.sums()
         errors = policy.boundaries.take_errors().to(device)
         table = sum_over(torch.cat([sums, rollout, errors.flatten()]), None)
-        tokens, clipped, entropy, kl, gap = table[:5].tolist()
+        tokens, clipped, entropy, kl, compared, gap = table[:6].tolist()
         row: dict[str, float] = dict(byte_metrics(bytes_sent.cpu()))
         row |= report.values
         row |= {"policy/clip_frac": clipped / max(tokens, 1.0)}
@@ -78,17 +79,17 @@ class Measure:
             row["policy/entropy"] = entropy / max(tokens, 1.0)
         if self._terms.kl_coef != 0.0:
             row["policy/kl"] = kl / max(tokens, 1.0)
-        row |= q_errors(table[14:].view_as(errors))
+        row |= q_errors(table[len(SUMS) + 8 :].view_as(errors))
         for key in ("time/train", "time/anchor", "time/merge"):
             row[key] = report.seconds.get(key, 0.0)
         self._gaps.append(report.gaps)
-        self._gap_sums += torch.tensor([gap, tokens])
+        self._gap_sums += torch.tensor([gap, compared])
         if figures is not None:
             row["rollout/logprob_gap"] = (self._gap_sums[0] / self._gap_sums[1].clamp(min=1.0)).item()
             row["rollout/logprob_gap_median"] = gap_median(torch.cat(self._gaps), policy.groups, device)
             self._gaps.clear()
             self._gap_sums.zero_()
-            row |= rollout_metrics(table[6:14].tolist(), figures.seconds - figures.reward_seconds)
+            row |= rollout_metrics(table[len(SUMS) : len(SUMS) + 8].tolist(), figures.seconds - figures.reward_seconds)
             row["time/rollout"] = figures.seconds - figures.reward_seconds
             row["time/reward"] = figures.reward_seconds
         return row

@@ -92,8 +92,10 @@ class StepRunner:
         batch, figures = self._rollout(step, by_codec=by_codec)
         replays_start = time.perf_counter()
         replays = self._replays(step, batch, by_codec=by_codec)
-        if self._measures_gap and (step + 1) % cfg.boundary.refresh_steps == 0:
-            self._gap = self._measure_gap(batch.rows(0, cfg.grpo.group_size), dense=by_codec)
+        if self._measures_gap and gap_due(step, cfg.boundary.refresh_steps):
+            size, micro = cfg.grpo.group_size, cfg.train.micro_batch
+            few = size if size <= micro else min(lcm(size, micro), len(batch))  # in micro-batches of one shape
+            self._gap = self._measure_gap(batch.rows(0, few), dense=by_codec)
         old_seconds = time.perf_counter() - replays_start
         rows = []
         for number, replay in enumerate(replays):
@@ -268,16 +270,15 @@ class StepRunner:
             # where a basis may change inside the step.
             uncompressed = self._uncompressed(step * cfg.grpo.minibatches + number)
             one_basis = cfg.boundary.commit == "step"
-            old = None
             if number > 0 and by_codec and one_basis and not uncompressed:
-                old = minibatch.sampler_logp_BR  # sampler and trainer are one policy
+                # sampler and trainer are one policy
+                replay = replace(replay, old_logp_BR=minibatch.sampler_logp_BR, old_is_sampled=True)
             elif number > 0 or not one_basis:
-                old = self._logprobs(replay, uncompressed)
-            reference = None
+                replay = replace(replay, old_logp_BR=self._logprobs(replay, uncompressed))
             if self._reference is not None:
                 with self._policy.engine.at_weights(self._reference):
-                    reference = self._logprobs(replay, uncompressed)
-            replays.append(replace(replay, old_logp_BR=old, reference_logp_BR=reference))
+                    replay = replace(replay, reference_logp_BR=self._logprobs(replay, uncompressed))
+            replays.append(replay)
         return replays
 
     def _logprobs(self, replay: Replay, uncompressed: bool, kind: Kind = "old_logprob") -> torch.Tensor:
@@ -295,3 +296,9 @@ def refresh_due(steps: int, every: int) -> bool:
     The first fit rests on few rows; each refresh of a young basis gains more than a late one.
     """
     return steps % every == 0 or (steps < every and steps & (steps - 1) == 0)
+
+
+def gap_due(step: int, every: int) -> bool:
+    """Whether the gap is measured in ``step``: the first one that crosses by a refreshed basis, and every multiple,
+    which crosses by that of the refresh before it."""
+    return step == 1 or (step > 0 and step % every == 0)

@@ -22,7 +22,7 @@ from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import Config
 from megatron_grpo.ops.merge import agreement_sums
 from megatron_grpo.parallel.collectives import sum_over
-from megatron_grpo.training.loss import PolicyLoss, Replay, model_inputs
+from megatron_grpo.training.loss import SUMS, PolicyLoss, Replay, model_inputs
 from megatron_grpo.training.policy import Policy
 
 CLIP_EPS = 1e-6
@@ -38,7 +38,7 @@ class TickReport:
 
     Attributes:
         sums: ``loss.SUMS`` over this replica's minibatch, on the last stage; zero elsewhere.
-        gaps: |trainer - sampler| of each response token of this replica, on the last stage.
+        gaps: |trainer - sampler| of the compared tokens of this replica, on the last stage.
         values: metric keys that are already global.
         seconds: by metric key.
     """
@@ -108,7 +108,7 @@ class TickRunner:
         """
         policy, schedule = self._policy, self._schedule
         device = policy.device
-        report = TickReport(torch.zeros(6, dtype=torch.float64, device=device), torch.empty(0, device=device))
+        report = TickReport(torch.zeros(len(SUMS), dtype=torch.float64, device=device), torch.empty(0, device=device))
         remembers = schedule is not None and schedule.remembers(tick)
         if remembers:
             self._snapshots.put(tick, Snapshot(policy.engine.weights(), replay.paired()))
@@ -147,7 +147,7 @@ class TickRunner:
             report.sums = torch.stack([sums for sums, _ in collected]).sum(0)
             report.gaps = torch.cat([gaps for _, gaps in collected])
         if both:
-            self._policy.link.refresh(self._policy.groups.data)
+            self._refresh()
 
     @property
     def _learns_from_dense(self) -> bool:
@@ -170,10 +170,14 @@ class TickRunner:
             self._memory.arrive(policy.engine.gradients())
         policy.engine.discard_gradients()
         if self._learns_from_dense:
-            policy.link.refresh(policy.groups.data)
-            if self._cfg.boundary.commit == "tick":
-                policy.boundaries.commit()
+            self._refresh()
         return finite
+
+    def _refresh(self) -> None:
+        """After a dense pass: what it taught is staged, and with ``boundary.commit: tick`` in force at once."""
+        self._policy.link.refresh(self._policy.groups.data)
+        if self._cfg.boundary.commit == "tick":
+            self._policy.boundaries.commit()
 
     def _merge(self, tick: int, report: TickReport, *, remembers: bool, fires: bool, arrived: bool) -> None:
         schedule, memory, merger = self._schedule, self._memory, self._merger

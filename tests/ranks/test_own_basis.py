@@ -24,7 +24,7 @@ from megatron_grpo.parallel.link import DIRECTIONS, Link
 from megatron_grpo.training.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron_grpo.training.files import CheckpointFolder
 from megatron_grpo.training.policy import Policy
-from megatron_grpo.training.step import Row, StepRunner, refresh_due
+from megatron_grpo.training.step import Row, StepRunner, gap_due, refresh_due
 from tests.harness import run_ranks
 from tests.ranks.support import TINY, config, policy_of, runner_of, timeless, weights_of
 from tests.ranks.test_wire import wiretap
@@ -289,10 +289,18 @@ def two_more(policy: Policy, runner: StepRunner) -> tuple[list[Row], Flats]:
     return rows, weights_of(policy) | flats_of(policy)
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sections",
+    [
+        # half of the numbers: fewer, and no sample through the codec would be right, nor any gradient other than zero
+        {"payload": "bfloat16", "error_feedback": True, "rank": H // 2},
+        # the sender's metric, which does not cross, and what it was fitted on
+        {"codec": None, "payload": None, "forward_budget": 0.5, "backward_budget": 0.3},
+    ],
+    ids=["lowrank", "default"],
+)
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, sections: dict[str, Any]) -> None:
     """With a basis staged and not yet in force, lost remainders, and a gap that decides how the next step samples."""
-    # half of the numbers: fewer, and no sample through the codec would be right, nor any gradient other than zero
-    sections = {"payload": "bfloat16", "error_feedback": True, "rank": H // 2}
     for (rows, state), (again, same_state) in run_ranks(resumed, 2, str(tmp_path), sections, timeout_s=120.0):
         # the refresh of step 1 is counted with the first row after it, which the resumed run has not sent
         for row in (rows[0], again[0]):
@@ -300,6 +308,36 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> Non
         assert again == rows
         assert same(same_state, state)
         assert all(row["policy/grad_norm"] > 0 for row in rows)
+
+
+def measured(rank: int, world: int) -> tuple[bool, float]:
+    """Groups of 6 in micro-batches of 4: whether calibrating left nothing, and by how much step 1 moved the gap."""
+    cfg = config_of(
+        Layout(pipeline=2),
+        boundary={"codec": None, "payload": None, "forward_budget": 0.5, "backward_budget": 0.3, "calibration": 8},
+        grpo={"group_size": 6, "prompts_per_step": 4, "minibatches": 2},
+        train={"micro_batch": 4},
+        rollout={"path": "auto", "gap_limit": 5.0},
+    )
+    with policy_of(cfg) as policy:
+        runner = runner_of(cfg, policy)
+        runner.calibrate()
+        lost = [crossing.codecs.backward.state_dict()["lost"] for crossing in policy.boundaries.crossings.values()]
+        runner.run(0)
+        gap = runner.state_dict()["gap"]
+        runner.run(1)
+        return lost == [None], abs(runner.state_dict()["gap"] - gap)
+
+
+def test_gap_is_measured_in_whole_groups_and_micro_batches() -> None:
+    """And calibrating leaves no remainder of gradients that are never stepped."""
+    for nothing_left, moved in run_ranks(measured, 2, timeout_s=120.0):
+        assert nothing_left and moved > 0
+
+
+def test_gap_is_due_once_a_basis_has_been_refreshed() -> None:
+    assert [step for step in range(40) if gap_due(step, 16)] == [1, 16, 32]
+    assert [step for step in range(5) if gap_due(step, 1)] == [1, 2, 3, 4]
 
 
 @dataclass(frozen=True)

@@ -38,13 +38,19 @@ def rows_of(ticks: int, cadence: int, weight: float, agreement: float = 0.5) -> 
 
 def alarm_of(cadence: int, alarm: str = "warn", **merger: Any) -> Alarm:
     return Alarm(
-        AnchorConfig.model_validate({"cadence": cadence, "delay": cadence, "alarm": alarm}),
+        AnchorConfig.model_validate({"enabled": True, "cadence": cadence, "delay": cadence, "alarm": alarm}),
         MergerConfig.model_validate({"alpha": 0.25} | merger),
     )
 
 
 def states(alarm: Alarm, rows: list[Row]) -> list[AlarmState]:
     return [alarm.update(row) for row in rows]
+
+
+def test_without_an_anchor_there_is_nothing_to_warn_of() -> None:
+    alarm = Alarm(AnchorConfig(enabled=False, cadence=20, delay=20, alarm="stop"), MergerConfig(alpha=0.25))
+    rows: list[Row] = [{"tick": tick, "rollout/response_length": 5.0 + tick} for tick in range(60)]
+    assert all(state.score == 0.0 and not state.fired for state in states(alarm, rows))
 
 
 def test_score_by_hand() -> None:
@@ -148,7 +154,8 @@ def recorded(name: str) -> tuple[list[Row], AnchorConfig, MergerConfig]:
         {"tick": tick} | {key: column[tick] for key, column in columns.items() if column[tick] is not None}
         for tick in range(len(columns["merger/weight"] if "merger/weight" in columns else columns["val/score"]))
     ]
-    return rows, AnchorConfig.model_validate(run["anchor"]), MergerConfig.model_validate(run["merger"])
+    anchored = any(row.get("anchor/age") is not None for row in rows)
+    return rows, AnchorConfig(**run["anchor"] | {"enabled": anchored}), MergerConfig(**run["merger"])
 
 
 def first_drop(rows: list[Row], key: str) -> int | None:

@@ -88,7 +88,7 @@ def test_defaults_are_those_of_the_design(home: Path) -> None:
     assert (boundary.basis, boundary.refresh_steps, boundary.calibration) == ("self", 16, 32)
     assert [boundary.rank_of(hidden) for hidden in (96, 3)] == [5, 3]
     assert (anchor.enabled, anchor.cadence, anchor.delay, anchor.beta) == (False, 5, 5, 0.5)
-    assert (config.merger.kind, config.merger.alpha) == ("signed_ema", 0.85)
+    assert (config.merger.kind, config.merger.alpha) == ("signed_ema", 0.82)
     assert (rollout.path, rollout.gap_limit) == ("auto", 0.05)
     assert (config.optim.lr, config.optim.clip, config.grpo.eps) == (5e-5, 1.0, 1e-6)
 

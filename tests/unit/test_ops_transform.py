@@ -36,9 +36,11 @@ def _randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=_generator(seed))
 
 
-def _moments(x_NH: torch.Tensor, context_NC: torch.Tensor | None = None, *, by_energy: bool = False) -> Moments:
+def _moments(
+    x_NH: torch.Tensor, context_NC: torch.Tensor | None = None, *, by_energy: bool = False, by_gradients: bool = False
+) -> Moments:
     context = 0 if context_NC is None else context_NC.shape[1]
-    moments = Moments.zeros(x_NH.shape[1], context, CPU, by_energy=by_energy)
+    moments = Moments.zeros(x_NH.shape[1], context, CPU, by_energy=by_energy, by_gradients=by_gradients)
     moments.add(x_NH, context_NC)
     return moments
 
@@ -269,7 +271,7 @@ def test_a_fit_crosses_in_bfloat16_without_loss() -> None:
 
 
 def _by_gradients(x_NH: torch.Tensor, grad_NH: torch.Tensor, spec: Spec) -> TransformFit:
-    moments = _moments(x_NH)
+    moments = _moments(x_NH, by_gradients=True)
     moments.add_gradients(grad_NH)
     return fit(moments, spec)
 

@@ -75,8 +75,7 @@ class InProcessLink:
         )
         decoded_NH = encoded.decoded_NH  # what the receiver makes of it, where the sender had to work that out
         if decoded_NH is None:
-            codec = crossing.codecs.choose(direction, dense=plan.dense)
-            decoded_NH = codec.decode(encoded.payload, rows, x_NH.dtype)
+            decoded_NH = crossing.codec(direction, plan).decode(encoded.payload, rows, x_NH.dtype)
         if plan.observe == "sender":  # of the rows that go the other way: this end is one, too
             crossing.learn_gradient(direction, decoded_NH, plan)
         return decoded_NH

@@ -316,6 +316,8 @@ def test_the_resolved_file_reads_back_as_the_same_config(home: Path) -> None:
         ("boundary.budget=0.011", "boundary.forward_budget=0.011: rows of hidden size 96 take a share from 0.0111 to"),
         ("boundary.budget=0.52", "hidden size 96 take a share from 0.0111 to 0.5104 with payload waterfill; use one"),
         ("boundary.basis=anchor", "boundary.basis=anchor: is never refreshed with anchor.enabled=false"),
+        ("boundary.commit=tick", "boundary.commit=tick: basis=self changes between steps alone"),
+        ("boundary.backward_budget=0.0005", "boundary.backward_budget=0.0005: a row of token_waterfill takes a bit"),
         ("boundary.forward_codec=token_waterfill", "boundary.forward_codec=token_waterfill: shares bits out over a"),
         ("data.task=jsonl", "data.path=null: data.task=jsonl reads a file; set data.path"),
     ],

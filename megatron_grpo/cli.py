@@ -160,7 +160,7 @@ def gap(
         str | None, typer.Option(metavar="LAYER,...", help="Cut after these layers instead.", show_default=False)
     ] = None,
     texts: Annotated[int, typer.Option(help="Sampled answers that are measured on.")] = 16,
-    fit_texts: Annotated[int, typer.Option(help="Sampled answers, to other prompts, that codecs are fitted on.")] = 256,
+    fit_texts: Annotated[int, typer.Option(help="Sampled answers, to other prompts, that codecs are fitted on.")] = 128,
     max_response: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompts; built-in ones by default.")] = None,
     seed: Annotated[int, typer.Option(help="Of the answers.")] = 0,

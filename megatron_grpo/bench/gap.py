@@ -47,7 +47,7 @@ class GapSettings:
 
     shares: tuple[float, ...]
     texts: int = 16
-    fit_texts: int = 256
+    fit_texts: int = 128
     group: int = 2
     max_response: int = 64
     micro_batch: int = 32

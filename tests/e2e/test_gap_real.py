@@ -27,7 +27,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One share, 3 boundaries; about 4 minutes on 2 idle cores."""
     model = tmp_path_factory.mktemp("smollm2")
     subprocess.run([sys.executable, ROOT / "tools/smollm2.py", model], check=True)
-    return run_gap(model, 3, [SHARE], after=[10, 15, 20], settings=GapSettings(shares=()))
+    return run_gap(model, 3, [SHARE], after=[10, 15, 20], settings=GapSettings(shares=(), fit_texts=64))
 
 
 def test_what_the_activations_of_a_real_model_are_like(result: dict[str, Any]) -> None:
@@ -44,6 +44,7 @@ def test_forward_codecs_rank_as_measured_elsewhere(result: dict[str, Any]) -> No
     assert gaps["mask"] > 5.0 and 1.5 < gaps["lowrank"] < 5.0
     assert gaps["waterfill, embedding+previous"] < gaps["waterfill, embedding"] < gaps["waterfill"] < gaps["int8"]
     assert gaps["waterfill, embedding+previous"] < 0.8
+    assert gaps["waterfill, embedding, gradient"] < gaps["waterfill, embedding"]
     limits = {row["predict"]: row["gap_median"] for row in result["limits"]}
     assert limits["embedding+previous"] < limits["none"] < gaps["int4"]
 

@@ -10,8 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
 INK, GREY, GRID = "#1f2933", "#67737f", "#e3e8ee"
-COLOURS = ("#8d99a6", "#c2571a", "#d99a2b", "#7b5ea7", "#b0487c", "#5f7a2c", "#7fb2dd", "#1769aa", "#0b3c66")
-MARKERS = "osD^vPX*h"
+COLOURS = (
+    *("#8d99a6", "#c2571a", "#d99a2b", "#7b5ea7", "#b0487c", "#5f7a2c", "#7fb2dd", "#1769aa", "#0b3c66"),
+    *("#2a9d8f", "#135e54"),
+)
+MARKERS = "osD^vPX*h<>"
 STAGES = ("#0b3c66", "#1769aa", "#7fb2dd", "#c9dff0", "#e3e8ee")
 LIMITS = {"none": (":", "limit"), "embedding+previous": ("--", "limit, predicted")}
 FLOOR = 1e-4

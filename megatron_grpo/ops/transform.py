@@ -177,10 +177,8 @@ class Moments:
             z_ND *= norm_N[:, None]
         self.second_DD.add_(z_ND.T @ z_ND)
         ordinary_N = (~huge_N).double()
-        self.tally_4.add_(
-            torch.stack(
-                [torch.ones_like(ordinary_N), ordinary_N, ordinary_N * norm_N.double().log2(), 0 * ordinary_N]
-            ).sum(dim=1)
+        self.tally_4[:3].add_(
+            torch.stack([torch.ones_like(ordinary_N), ordinary_N, ordinary_N * norm_N.double().log2()]).sum(dim=1)
         )
 
     def add_gradients(self, grad_NH: torch.Tensor) -> None:
@@ -260,10 +258,7 @@ def fit(moments: Moments, spec: Spec) -> TransformFit:
     flat_weight = spec.hidden / (spec.hidden + rows / _SHRINKAGE)
     residual_HH = residual_HH * (1 - flat_weight)
     residual_HH.diagonal().add_(flat_weight * hh.diagonal().mean())
-    eye_HH = torch.eye(spec.hidden, dtype=residual_HH.dtype, device=residual_HH.device)
-    root_HH, inverse_HH = eye_HH, eye_HH
-    if moments.gradient_HH is not None:
-        root_HH, inverse_HH = _metric_roots(moments.gradient_HH.double(), gradients)
+    root_HH, inverse_HH = _metric_roots(moments.gradient_HH, gradients, like_HH=residual_HH)
     variance_H, vectors_HH = torch.linalg.eigh(root_HH @ residual_HH @ root_HH)
     kept = slice(-spec.kept, None)
     spread_K = variance_H[kept].flip(0).clamp(min=_FLOOR).sqrt()
@@ -273,10 +268,15 @@ def fit(moments: Moments, spec: Spec) -> TransformFit:
     return unflatten(flat_n, spec, (root_HH @ vectors_HK).float())
 
 
-def _metric_roots(gradient_HH: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """G^(1/2) and G^(-1/2), mean eigenvalue of G 1, fp64; without gradients the identity."""
-    hidden = len(gradient_HH)
-    eye_HH = torch.eye(hidden, dtype=gradient_HH.dtype, device=gradient_HH.device)
+def _metric_roots(
+    gradient_HH: torch.Tensor | None, rows: torch.Tensor, *, like_HH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """G^(1/2) and G^(-1/2), mean eigenvalue of G 1, of the dtype of ``like_HH``; without gradients the identity."""
+    hidden = len(like_HH)
+    eye_HH = torch.eye(hidden, dtype=like_HH.dtype, device=like_HH.device)
+    if gradient_HH is None:
+        return eye_HH, eye_HH
+    gradient_HH = gradient_HH.to(like_HH.dtype)
     scale = gradient_HH.diagonal().mean()
     metric_HH = gradient_HH / torch.where(scale > 0, scale, 1.0)
     flat_share = FLAT_SHARE + (1 - FLAT_SHARE) * hidden / (hidden + rows)

@@ -3,6 +3,7 @@
 Legend: N rows, H hidden.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from megatron_grpo.bench.texts import Rowbook
 from megatron_grpo.boundary.build import BITS, build_codecs
 from megatron_grpo.boundary.codec import Codec, Learner
+from megatron_grpo.boundary.transform import Transform
 from megatron_grpo.config import BoundaryConfig, Direction
 from megatron_grpo.ops.rows import Rows
 
@@ -18,7 +20,7 @@ BFLOAT16_BITS = 16
 SCALE_BITS = 16
 """Of a row's scale, in the packed formats of fixed width."""
 REFRESHES = 8
-"""At most: a basis learns by one power step a refresh and then hardly moves; what is fitted at once stops after two."""
+"""At most: a basis learns by one power step a refresh, and then hardly moves."""
 
 
 PLAIN: dict[str, Any] = {
@@ -112,41 +114,62 @@ Parts = list[tuple[torch.Tensor, Rows]]
 
 def fitted_codecs(
     arm: Arm,
-    share: float | None,
+    shares: Sequence[float | None],
     seen: Rowbook,
     *,
     seed: int,
     embedding_VH: torch.Tensor,
     gradients: Rowbook | None = None,
-) -> list[Codec]:
-    """The arm's codec of every boundary, fitted on the rows that were seen there.
+) -> Iterator[tuple[float | None, list[Codec]]]:
+    """At each share the arm's codec of every boundary, fitted on the rows that were seen there.
 
     Args:
         gradients: of activations, the loss's gradients with respect to them, for a fit that weighs errors by those.
     """
-    cfg = arm.config(share, embedding_VH.shape[1])
-    codecs = []
-    for index, parts in enumerate(seen.parts):
-        built = build_codecs(cfg, hidden=embedding_VH.shape[1], index=index, seed=seed, embedding_VH=embedding_VH)
-        codec = built.choose(arm.direction, dense=False)
-        codec.begin_step(0)
-        if codec.learner is not None:
-            _teach(codec.learner, parts, [] if gradients is None else gradients.parts[index])
-        codecs.append(codec)
-    return codecs
+    hidden = embedding_VH.shape[1]
+    taught: list[list[torch.Tensor]] = [[] for _ in seen.parts]
+    for share in shares:
+        cfg, codecs = arm.config(share, hidden), []
+        for index, parts in enumerate(seen.parts):
+            built = build_codecs(cfg, hidden=hidden, index=index, seed=seed, embedding_VH=embedding_VH)
+            codec = built.choose(arm.direction, dense=False)
+            codec.begin_step(0)
+            rows = parts, [] if gradients is None else gradients.parts[index]
+            if isinstance(codec.learner, Transform):
+                taught[index] = _fit_once(codec.learner, *rows, taught[index])
+            elif codec.learner is not None:
+                _refresh(codec.learner, *rows)
+            codecs.append(codec)
+        yield share, codecs
 
 
-def _teach(learner: Learner, parts: Parts, gradients: Parts) -> None:
+def _observe(learner: Learner, parts: Parts, gradients: Parts) -> None:
+    for x_NH, rows in parts:
+        learner.observe(x_NH, rows)
+    for grad_NH, _ in gradients:
+        learner.observe_gradient(grad_NH)
+
+
+def _fit_once(learner: Transform, parts: Parts, gradients: Parts, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Fit on rows, or on the sums that another size of the same codec made of them; returns the sums."""
+    if sums:
+        learner.add(sums)
+    else:
+        _observe(learner, parts, gradients)
+        sums = [part.clone() for part in learner.sums()]
+    learner.stage()
+    learner.commit()
+    return sums
+
+
+def _refresh(learner: Learner, parts: Parts, gradients: Parts) -> None:
+    """A power step a refresh, as in a run."""
     for _ in range(REFRESHES):
         before = learner.flat()
-        for x_NH, rows in parts:
-            learner.observe(x_NH, rows)
-        for grad_NH, _ in gradients:
-            learner.observe_gradient(grad_NH)
+        _observe(learner, parts, gradients)
         learner.stage()
-        taught = learner.flat()
         learner.commit()
-        if torch.equal(taught, before):
+        if torch.equal(learner.flat(), before):
             return
 
 

@@ -4,7 +4,7 @@ The model samples its own texts; codecs are fitted on one half of the prompts an
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -164,10 +164,10 @@ class _Bench:
         self._note("activations of the texts to fit on")
         gradients = boundary_gradients(self._split, fit[: max(len(test), len(fit) // GRADIENT_PART)])
         self._note("gradients of the texts to fit on")
-        forward = [self._forward(reference, seen, gradients, arm, share) for arm, share in self._sized(FORWARD_ARMS)]
+        forward = [row for arm in FORWARD_ARMS for row in self._forward(reference, seen, gradients, arm)]
         limits = self._limits(reference, seen)
         passes = RetainedPasses(self._split, test)
-        backward = [self._backward(passes, gradients, arm, share) for arm, share in self._sized(BACKWARD_ARMS)]
+        backward = [row for arm in BACKWARD_ARMS for row in self._backward(passes, gradients, arm)]
         return {
             "tokens": {"fit": _rows(fit), "test": _rows(test), "test_response": sum(b.response_tokens for b in test)},
             "spectra": [
@@ -187,25 +187,26 @@ class _Bench:
         self._note(f"{len(batch)} texts sampled")
         return with_random_advantages(batch, settings.group, settings.seed + number).split(settings.micro_batch)
 
-    def _sized(self, arms: Sequence[Arm]) -> list[tuple[Arm, float | None]]:
-        return [(arm, share) for arm in arms for share in (self._settings.shares if arm.sized else (None,))]
+    def _shares(self, arm: Arm) -> Sequence[float | None]:
+        return self._settings.shares if arm.sized else (None,)
 
     def _forward(
-        self, reference: DenseReference, seen: Rowbook, gradients: Rowbook, arm: Arm, share: float | None
-    ) -> dict[str, Any]:
-        codecs = fitted_codecs(
+        self, reference: DenseReference, seen: Rowbook, gradients: Rowbook, arm: Arm
+    ) -> Iterator[dict[str, Any]]:
+        rule = replace(self._rule, max_response=min(ROLLOUT_RESPONSE, self._rule.max_response))
+        fitted = fitted_codecs(
             arm,
-            share,
+            self._shares(arm),
             seen,
             seed=self._settings.seed,
             embedding_VH=self._model.embedding_VH,
             gradients=gradients,
         )
-        row = forward_row(reference, codecs)
-        rule = replace(self._rule, max_response=min(ROLLOUT_RESPONSE, self._rule.max_response))
-        row |= rollout_gap(self._split, self._test_prompts[:ROLLOUT_PROMPTS], rule, codecs)
-        self._note(f"forward {arm.name}")
-        return {"codec": arm.name, "share": share, **row}
+        for share, codecs in fitted:
+            row = forward_row(reference, codecs)
+            row |= rollout_gap(self._split, self._test_prompts[:ROLLOUT_PROMPTS], rule, codecs)
+            self._note(f"forward {arm.name}")
+            yield {"codec": arm.name, "share": share, **row}
 
     def _limits(self, reference: DenseReference, seen: Rowbook) -> list[dict[str, Any]]:
         rows = []
@@ -216,11 +217,12 @@ class _Bench:
             self._note("rate-distortion limit")
         return rows
 
-    def _backward(self, passes: RetainedPasses, gradients: Rowbook, arm: Arm, share: float | None) -> dict[str, Any]:
-        codecs = fitted_codecs(arm, share, gradients, seed=self._settings.seed, embedding_VH=self._model.embedding_VH)
-        row = passes.row(codecs)
-        self._note(f"backward {arm.name}")
-        return {"codec": arm.name, "share": share, **row}
+    def _backward(self, passes: RetainedPasses, gradients: Rowbook, arm: Arm) -> Iterator[dict[str, Any]]:
+        seed, embedding_VH = self._settings.seed, self._model.embedding_VH
+        for share, codecs in fitted_codecs(arm, self._shares(arm), gradients, seed=seed, embedding_VH=embedding_VH):
+            row = passes.row(codecs)
+            self._note(f"backward {arm.name}")
+            yield {"codec": arm.name, "share": share, **row}
 
 
 def _rows(batches: Sequence[Batch]) -> int:

@@ -125,9 +125,10 @@ class _Builder:
         cfg, hidden, payload = self._cfg, self._hidden, self._cfg.payload_of(direction)
         context = Context(cfg.prediction if direction == "forward" else "none", hidden, self._embedding_VH)
         if payload == "waterfill":
-            spec = waterfill_spec(hidden, context.size, share=cfg.budget_of(direction))
+            spec = waterfill_spec(hidden, context.size, share=cfg.budget_of(direction), chained=context.chained)
         else:
-            spec = fixed_spec(hidden, context.size, rank=cfg.rank_of(hidden), bits=BITS[payload])
+            rank, bits = cfg.rank_of(hidden), BITS[payload]
+            spec = fixed_spec(hidden, context.size, rank=rank, bits=bits, chained=context.chained)
         learner = Transform(
             spec,
             context,

@@ -5,13 +5,13 @@ in its sequence as the receiver decoded it. With the latter, rows are coded colu
 Legend: N rows, B sequences, H hidden, V vocabulary, C numbers of context.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from megatron_grpo.boundary.codec import Codec, Encoded, Learner
-from megatron_grpo.ops.rows import Rows, SequenceMemory
+from megatron_grpo.ops.rows import Rows, Walk
 from megatron_grpo.ops.transform import (
     Moments,
     Spec,
@@ -30,28 +30,31 @@ Predict = Literal["none", "embedding", "embedding+previous"]
 
 
 class Context:
-    """What both ends know of a row before it crosses: ``[N, C]``, in the order of its parts.
+    """What both ends know of a row before it crosses.
 
     Args:
         predict: a flag for the first row of a sequence is always in it; further the embedding, and the row before.
         embedding_VH: where ``predict`` wants it.
+
+    Attributes:
+        size: numbers, C, the row before among them.
+        chained: whether it is.
     """
 
     def __init__(self, predict: Predict, hidden: int, embedding_VH: torch.Tensor | None) -> None:
         assert predict == "none" or embedding_VH is not None, "a prediction needs the embedding"
         self._embedding_VH = None if predict == "none" else embedding_VH
-        self.sequential = predict == "embedding+previous"
+        self.chained = predict == "embedding+previous"
         self.size = 1 + hidden * ("none", "embedding", "embedding+previous").index(predict)
 
-    def rows(self, first_N: torch.Tensor, tokens_N: torch.Tensor | None, before_NH: torch.Tensor) -> torch.Tensor:
-        parts = [first_N[:, None].float()]
-        if self._embedding_VH is not None:
-            assert tokens_N is not None, "rows without token ids cannot be predicted"
-            self._embedding_VH = self._embedding_VH.to(tokens_N.device)
-            parts.append(self._embedding_VH[tokens_N])
-        if self.sequential:
-            parts.append(before_NH)
-        return torch.cat(parts, dim=-1)
+    def known(self, first_N: torch.Tensor, tokens_N: torch.Tensor | None) -> torch.Tensor:
+        """All but the row before, ``[N, C]`` or ``[N, C - H]``."""
+        first_N1 = first_N[:, None].float()
+        if self._embedding_VH is None:
+            return first_N1
+        assert tokens_N is not None, "rows without token ids cannot be predicted"
+        self._embedding_VH = self._embedding_VH.to(tokens_N.device)
+        return torch.cat([first_N1, self._embedding_VH[tokens_N]], dim=-1)
 
 
 class Transform(Learner):
@@ -105,10 +108,13 @@ class Transform(Learner):
             return
         if self._moments is None:
             self._moments = self._no_moments(x_NH.device)
-        unit_NH, walk = unit_rows(x_NH), Walk(rows, self._purpose, x_NH)
-        for column in walk.columns():
-            walk.leave(column, unit_NH[column])
-        self._moments.add(x_NH, self._context.rows(walk.first_N, rows.tokens_N, walk.before_NH))
+        walk = Walk(rows, self._purpose, x_NH.shape[-1])
+        context_NC = self._context.known(walk.first_N, rows.tokens_N)
+        if self._context.chained:
+            unit_NH = unit_rows(x_NH)
+            context_NC = torch.cat([context_NC, walk.before(unit_NH)], dim=-1)
+            walk.leave(unit_NH)
+        self._moments.add(x_NH, context_NC)
 
     def observe_gradient(self, grad_NH: torch.Tensor) -> None:
         if not self.wants_gradients:
@@ -116,6 +122,13 @@ class Transform(Learner):
         if self._moments is None:
             self._moments = self._no_moments(grad_NH.device)
         self._moments.add_gradients(grad_NH)
+
+    def add(self, sums: Sequence[torch.Tensor]) -> None:
+        """Observe at once what another learner of the same context and metric has: its :meth:`sums`."""
+        if self._moments is None:
+            self._moments = self._no_moments(sums[0].device)
+        for mine, theirs in zip(self._moments.tensors(), sums, strict=True):
+            mine.add_(theirs)
 
     def sums(self) -> list[torch.Tensor]:
         return [] if self._moments is None else self._moments.tensors()
@@ -170,37 +183,6 @@ class Transform(Learner):
         self._moments = None
 
 
-class Walk:
-    """Rows in their order, each with what went before it in its sequence, in this micro-batch or an earlier one.
-
-    Attributes:
-        first_N: whether a row is the first of its sequence; true of a column once it is reached.
-        before_NH: the unit row before it, zeros before the first; likewise.
-    """
-
-    def __init__(self, rows: Rows, purpose: str, like_NH: torch.Tensor) -> None:
-        self._rows = rows
-        memory = SequenceMemory() if rows.memory is None else rows.memory
-        self._last_BH, self._begun_B = memory.of(purpose, rows.batch, like_NH.shape[-1], like_NH.device)
-        self.first_N = torch.zeros(len(rows), dtype=torch.bool, device=like_NH.device)
-        self.before_NH = torch.zeros(len(rows), like_NH.shape[-1], device=like_NH.device)
-
-    def columns(self) -> Iterator[slice]:
-        """One column after the other; :meth:`leave` each before the next is reached."""
-        for column in self._rows.columns():
-            sequences = self._rows.sequences_N[column]
-            self.first_N[column] = ~self._begun_B[sequences]
-            self.before_NH[column] = self._last_BH[sequences]
-            yield column
-
-    def leave(self, column: slice, unit_NH: torch.Tensor | None = None) -> None:
-        """Go on from a column, whose unit rows the next ones may want to know."""
-        sequences = self._rows.sequences_N[column]
-        self._begun_B[sequences] = True
-        if unit_NH is not None:
-            self._last_BH[sequences] = unit_NH
-
-
 class TransformCodec(Codec):
     """Codes of :class:`Transform`'s fit: one uint8 vector, of a size that follows from the rows alone.
 
@@ -213,46 +195,21 @@ class TransformCodec(Codec):
         self._context, self._purpose = context, purpose
 
     def payload(self, rows: Rows) -> torch.Tensor:
-        return torch.empty(sum(self._sizes(rows)), dtype=torch.uint8, device=rows.index_N.device)
+        size = self.learner.spec.payload_bytes(len(rows))
+        return torch.empty(size, dtype=torch.uint8, device=rows.index_N.device)
 
     def encode(self, x_NH: torch.Tensor, rows: Rows) -> Encoded:
         fit = self.learner.to(x_NH.device).current
-        walk, decoded_NH = Walk(rows, self._purpose, x_NH), torch.empty(x_NH.shape, device=x_NH.device)
-        payloads = []
-        for part in self._parts(walk, rows):
-            payload, decoded_NH[part] = encode_rows(fit, x_NH[part], self._known(walk, rows, part))
-            payloads.append(payload)
-            self._leave(walk, part, decoded_NH)
-        packed = torch.cat(payloads) if payloads else self.payload(rows)
-        return Encoded(packed, decoded_NH.to(x_NH.dtype))
+        if not len(rows):
+            return Encoded(self.payload(rows), x_NH)
+        payload, decoded_NH = encode_rows(fit, x_NH, *self._before(rows))
+        return Encoded(payload, decoded_NH.to(x_NH.dtype))
 
     def decode(self, payload: torch.Tensor, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
         fit = self.learner.to(payload.device).current
-        decoded_NH = torch.empty(len(rows), fit.spec.hidden, device=payload.device)
-        walk, payloads = Walk(rows, self._purpose, decoded_NH), iter(torch.split(payload, self._sizes(rows)))
-        for part in self._parts(walk, rows):
-            known = self._known(walk, rows, part)
-            decoded_NH[part] = decode_rows(fit, next(payloads), len(known), known)
-            self._leave(walk, part, decoded_NH)
-        return decoded_NH.to(dtype)
+        return decode_rows(fit, payload, len(rows), *self._before(rows)).to(dtype)
 
-    def _parts(self, walk: Walk, rows: Rows) -> Iterator[slice]:
-        """Rows that are coded at once: a column where it needs the one before, else all."""
-        if self._context.sequential:
-            yield from walk.columns()
-            return
-        for column in walk.columns():
-            walk.leave(column)
-        yield slice(0, len(rows))
-
-    def _sizes(self, rows: Rows) -> list[int]:
-        counts = [part.stop - part.start for part in rows.columns()] if self._context.sequential else [len(rows)]
-        return [self.learner.spec.payload_bytes(count) for count in counts]
-
-    def _known(self, walk: Walk, rows: Rows, part: slice) -> torch.Tensor:
-        tokens_N = None if rows.tokens_N is None else rows.tokens_N[part]
-        return self._context.rows(walk.first_N[part], tokens_N, walk.before_NH[part])
-
-    def _leave(self, walk: Walk, part: slice, decoded_NH: torch.Tensor) -> None:
-        if self._context.sequential:
-            walk.leave(part, unit_rows(decoded_NH[part]))
+    def _before(self, rows: Rows) -> tuple[torch.Tensor, Walk | None]:
+        """What is known of the rows, and the way along them where the row before belongs to it."""
+        walk = Walk(rows, self._purpose, self.learner.spec.hidden)
+        return self._context.known(walk.first_N, rows.tokens_N), walk if self._context.chained else None

@@ -234,6 +234,12 @@ def _payloads(boundary: BoundaryConfig) -> Iterator[str]:
                 f"boundary.{side}_payload={payload}: {codec} sends numbers as they are; use float32 or bfloat16, "
                 f"or boundary.{side}_codec=lowrank"
             )
+    backward = boundary.codec_of("backward")
+    if boundary.rounding == "stochastic" and not (boundary.packed("backward") or backward == "token_waterfill"):
+        yield (
+            f"boundary.rounding=stochastic: {backward} in {boundary.payload_of('backward')} has no codes to round; "
+            "use boundary.backward_codec=token_waterfill, or rounding=nearest"
+        )
     if boundary.prediction != "none" and not boundary.packed("forward"):
         yield (
             f"boundary.predict={boundary.predict}: needs a packed forward payload; "

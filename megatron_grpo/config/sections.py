@@ -112,7 +112,7 @@ class BoundaryConfig(Section):
     backward_payload: Payload | None = None
     budget: Share | None = None
     """Bytes of a crossing as a share of bfloat16, for payload waterfill and codec token_waterfill; shorthand. Without
-    any, 0.065 forward and 0.015 backward."""
+    any, 0.06 forward and 0.015 backward."""
     forward_budget: Share | None = None
     backward_budget: Share | None = None
     basis: Literal["anchor", "self", "random"] = "self"
@@ -124,8 +124,8 @@ class BoundaryConfig(Section):
     calibration: Positive = 32
     """Sequences sampled uncompressed before the first step, for the first basis of basis self and the first gap."""
     predict: Prediction | None = None
-    """What packed forward rows are predicted from, so that only the rest is coded; embedding with payload waterfill,
-    none elsewhere, when absent."""
+    """What packed forward rows are predicted from, so that only the rest is coded; embedding+previous with payload
+    waterfill, none elsewhere, when absent."""
     weighting: Literal["energy", "rows"] | None = None
     """Whether a basis is fitted on rows as they are or on normalised ones; energy with float payloads when absent."""
     metric: Literal["gradient", "none"] = "gradient"
@@ -163,7 +163,7 @@ class BoundaryConfig(Section):
 
     def budget_of(self, direction: Direction) -> float:
         """The byte budget of one direction as a share of a bfloat16 crossing, the shorthand resolved."""
-        default = 0.065 if direction == "forward" else 0.015
+        default = 0.06 if direction == "forward" else 0.015
         return (self.forward_budget if direction == "forward" else self.backward_budget) or self.budget or default
 
     def rank_of(self, hidden: int) -> int:
@@ -180,7 +180,7 @@ class BoundaryConfig(Section):
         if self.predict is not None:
             return self.predict
         waterfill = self.packed("forward") and self.payload_of("forward") == "waterfill"
-        return "embedding" if waterfill else "none"
+        return "embedding+previous" if waterfill else "none"
 
     @property
     def feeds_back(self) -> bool:

@@ -86,10 +86,29 @@ def gaussian_values(codes: torch.Tensor, bits: int, dtype: torch.dtype) -> torch
     return _pick(_levels(bits, dtype, codes.device), codes)
 
 
+def mixed_codes(z_NC: torch.Tensor, bits_C: torch.Tensor) -> torch.Tensor:
+    """:func:`gaussian_codes` where each channel has bits of its own: uint8 ``[N, C]``.
+
+    Args:
+        bits_C: int32, each from 1 to 8.
+    """
+    table = _all_cells(z_NC.device)
+    return _pick(table, _cell(z_NC).to(torch.int32).add_((bits_C - 1) * _CELLS))
+
+
+def mixed_values(codes_NC: torch.Tensor, bits_C: torch.Tensor) -> torch.Tensor:
+    """:func:`gaussian_values` of :func:`mixed_codes`, fp32."""
+    return _pick(_all_levels(codes_NC.device), codes_NC + ((bits_C - 1) << CODE_BITS))
+
+
 def _look_up(z: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return _pick(table, _cell(z))
+
+
+def _cell(z: torch.Tensor) -> torch.Tensor:
+    """The narrow cell that a number lies in, as a float."""
     cell = z.float() * (_CELLS / (2 * _REACH))
-    cell = cell.add_(_CELLS / 2).nan_to_num_(nan=0.0).clamp_(0, _CELLS - 1)
-    return _pick(table, cell)
+    return cell.add_(_CELLS / 2).nan_to_num_(nan=0.0).clamp_(0, _CELLS - 1)
 
 
 def _pick(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -110,6 +129,19 @@ def _cells(bits: int, lower: bool, device: torch.device) -> torch.Tensor:
     quantiser = lloyd_max(bits)
     edges = quantiser.levels_L[1:-1] if lower else quantiser.edges
     return torch.bucketize(middles, edges).to(device=device, dtype=torch.uint8)
+
+
+@cache
+def _all_cells(device: torch.device) -> torch.Tensor:
+    """:func:`_cells` of 1 to 8 bits, one after the other."""
+    return torch.cat([_cells(bits, False, device) for bits in range(1, CODE_BITS + 1)])
+
+
+@cache
+def _all_levels(device: torch.device) -> torch.Tensor:
+    """The levels of 1 to 8 bits, each in a room of 256."""
+    rooms = [_levels(bits, torch.float32, device) for bits in range(1, CODE_BITS + 1)]
+    return torch.cat([torch.nn.functional.pad(levels_L, (0, 2**CODE_BITS - len(levels_L))) for levels_L in rooms])
 
 
 def bit_gains(max_bits: int) -> torch.Tensor:

@@ -59,14 +59,12 @@ class Rows:
 
     def previous(self) -> torch.Tensor:
         """int64 ``[N]``: the row before each in its sequence, -1 for the first of this micro-batch."""
-        last_B = self.index_N.new_full((self.batch,), -1)
-        before_N = torch.empty_like(self.index_N)
-        numbers_N = torch.arange(len(self), device=self.index_N.device)
-        for column in self.columns():
-            sequences = self.sequences_N[column]
-            before_N[column] = last_B[sequences]
-            last_B[sequences] = numbers_N[column]
-        return before_N
+        order_N = self.sequences_N.argsort(stable=True)  # sequence by sequence, each in column order
+        sorted_N = self.sequences_N[order_N]
+        earlier_N = order_N.roll(1)
+        earlier_N[sorted_N != sorted_N.roll(1)] = -1
+        earlier_N[:1] = -1
+        return torch.empty_like(order_N).index_copy_(0, order_N, earlier_N)
 
     def select(self, x_SBH: torch.Tensor) -> torch.Tensor:
         """The rows ``[N, H]`` of a boundary tensor; the tensor's own memory where every row crosses."""
@@ -79,6 +77,50 @@ class Rows:
             rows_NH, x_NH = x_NH, x_NH.new_zeros(columns * self.batch, x_NH.shape[-1])
             x_NH[self.index_N] = rows_NH
         return x_NH.view(columns, self.batch, -1)
+
+
+class Walk:
+    """Rows along their sequences, in this micro-batch and, where there is a memory, from an earlier one on.
+
+    Either all rows are known at once (:meth:`before`, then :meth:`leave`), or each column when it is reached.
+
+    Args:
+        purpose: names what is kept in a sequence's memory.
+
+    Attributes:
+        first_N: whether a row is the first of its sequence.
+    """
+
+    def __init__(self, rows: Rows, purpose: str, hidden: int) -> None:
+        device = rows.index_N.device
+        memory = SequenceMemory() if rows.memory is None else rows.memory
+        self._rows, self._before_N = rows, rows.previous()
+        self._last_BH, self._begun_B = memory.of(purpose, rows.batch, hidden, device)
+        self.first_N = (self._before_N < 0) & ~self._begun_B[rows.sequences_N]
+        self._begun_B[rows.sequences_N] = True
+
+    def before(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """The row before each, out of all of them: fp32 ``[N, H]``, zeros before the first of a sequence."""
+        carried_NH = self._last_BH[self._rows.sequences_N]
+        return torch.where(self._before_N[:, None] < 0, carried_NH, x_NH[self._before_N].float())
+
+    def leave(self, x_NH: torch.Tensor) -> None:
+        """Remember the last row of every sequence."""
+        last_N = torch.ones_like(self.first_N)
+        last_N[self._before_N[self._before_N >= 0]] = False
+        self._last_BH[self._rows.sequences_N[last_N]] = x_NH[last_N].float()
+
+    def columns(self) -> Iterator[slice]:
+        """One column after the other; :meth:`pass_on` each before the next is reached."""
+        return self._rows.columns()
+
+    def before_column(self, column: slice) -> torch.Tensor:
+        """The row before each of a column, as :meth:`before`."""
+        return self._last_BH[self._rows.sequences_N[column]]
+
+    def pass_on(self, column: slice, x_nH: torch.Tensor) -> None:
+        """The rows of a column, for those that follow."""
+        self._last_BH[self._rows.sequences_N[column]] = x_nH
 
 
 def carrying_rows(

@@ -20,6 +20,8 @@ over differs by token, and without a scale of its own the quantiser's range fits
 A few tokens have norms far above all others, and one direction in common. They are told by the transmitted norm, have
 a mean of their own (the flag ``huge``), and no part in the regression on the context.
 
+Where the row before in its sequence is part of what is known, rows are coded column by column: it is known as decoded.
+
 Legend: N rows, H hidden, C numbers of context, F = 2 + C features, D = F + H, K kept channels, A of them with bits.
 """
 
@@ -30,7 +32,8 @@ import torch
 
 from megatron_grpo.ops.bits import CODE_BITS, pack_bits, packed_bytes, unpack_bits
 from megatron_grpo.ops.lowrank import random_basis
-from megatron_grpo.ops.quantize import allocate_bits, gaussian_codes, gaussian_values
+from megatron_grpo.ops.quantize import allocate_bits, mixed_codes, mixed_values
+from megatron_grpo.ops.rows import Walk
 
 _SCALAR_BITS = 16  # 10 of the norm, 6 of the gain
 _GAIN_CODES = 64
@@ -76,6 +79,7 @@ class Spec:
     Attributes:
         hidden: H.
         context: C, 0 without prediction.
+        chained: whether the last H numbers of the context are the row before.
         kept: K, the channels that a fit keeps.
         code_bits: bits of a row's codes, shared out over the channels.
         max_bits: most bits of a channel.
@@ -86,6 +90,7 @@ class Spec:
     kept: int
     code_bits: int
     max_bits: int = CODE_BITS
+    chained: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.kept <= self.hidden:
@@ -109,12 +114,12 @@ class Spec:
         return rows * _SCALAR_BITS // 8 + packed_bytes(rows * self.code_bits, 1)
 
 
-def fixed_spec(hidden: int, context: int, *, rank: int, bits: int) -> Spec:
+def fixed_spec(hidden: int, context: int, *, rank: int, bits: int, chained: bool = False) -> Spec:
     """``rank`` channels of ``bits`` bits each."""
-    return Spec(hidden, context, rank, rank * bits, bits)
+    return Spec(hidden, context, rank, rank * bits, bits, chained)
 
 
-def waterfill_spec(hidden: int, context: int, *, share: float) -> Spec:
+def waterfill_spec(hidden: int, context: int, *, share: float, chained: bool = False) -> Spec:
     """Rows of at most ``share`` of their bytes in bf16, the bits shared out by variance.
 
     Raises:
@@ -124,7 +129,8 @@ def waterfill_spec(hidden: int, context: int, *, share: float) -> Spec:
     if code_bits < 1:
         least = (_SCALAR_BITS + 1) / (16 * hidden)
         raise ValueError(f"share={share} leaves no bits for rows of hidden size {hidden}; use at least {least:.4f}")
-    return Spec(hidden, context, min(hidden, math.ceil(code_bits * _CHANNELS_PER_BIT)), code_bits)
+    kept = min(hidden, math.ceil(code_bits * _CHANNELS_PER_BIT))
+    return Spec(hidden, context, kept, code_bits, chained=chained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +213,9 @@ class TransformFit:
         analysis_HK: E, of the sender, fp32: channels of a row are its products with E. Before V is rounded, and without
             a metric, the two are one.
         spread_K: standard deviation of the channels.
+        chain_HZ: what the row before predicts of channels and of the row itself, side by side (Z = A + H); ``None``
+            where rows are not chained.
+        bits_A: int32, of each channel that has any.
         channels: how many channels have at least 1, 2, ... bits. Those with more bits come first.
     """
 
@@ -217,18 +226,14 @@ class TransformFit:
     basis_HK: torch.Tensor
     analysis_HK: torch.Tensor
     spread_K: torch.Tensor
+    chain_HZ: torch.Tensor | None
+    bits_A: torch.Tensor
     channels: tuple[int, ...]
 
     @property
     def active(self) -> int:
         """A, the channels that have bits at all."""
         return self.channels[0]
-
-    def widths(self) -> list[tuple[int, slice]]:
-        """Bits, and the channels that have just so many."""
-        after = (*self.channels[1:], 0)
-        ranges = zip(after, self.channels, strict=True)
-        return [(bits, slice(start, stop)) for bits, (start, stop) in enumerate(ranges, 1) if start < stop]
 
 
 def unit_rows(x_NH: torch.Tensor) -> torch.Tensor:
@@ -303,16 +308,24 @@ def unflatten(flat_n: torch.Tensor, spec: Spec, analysis_HK: torch.Tensor | None
     sizes = [1, spec.kept, features * spec.hidden, spec.hidden * spec.kept]
     log_norm_1, spread_K, weights, basis = torch.split(flat_n.float(), sizes)
     bits_K = allocate_bits(spread_K.square(), spec.code_bits, spec.max_bits)
-    basis_HK = basis.view(spec.hidden, spec.kept)
+    channels = tuple(count for bits in range(spec.max_bits) if (count := int((bits_K > bits).sum())) > 0)
+    weights_FH, basis_HK = weights.view(features, spec.hidden), basis.view(spec.hidden, spec.kept)
+    analysis_HK = basis_HK if analysis_HK is None else analysis_HK.to(flat_n.device)
+    chain_HZ = None
+    if spec.chained:
+        active, chain_HH = slice(channels[0]), weights_FH[-spec.hidden :]
+        chain_HZ = torch.cat([chain_HH @ analysis_HK[:, active] / spread_K[active], chain_HH], dim=1)
     return TransformFit(
         spec=spec,
         flat_n=flat_n,
         log_norm=log_norm_1[0],
-        weights_FH=weights.view(features, spec.hidden),
+        weights_FH=weights_FH,
         basis_HK=basis_HK,
-        analysis_HK=basis_HK if analysis_HK is None else analysis_HK.to(flat_n.device),
+        analysis_HK=analysis_HK,
         spread_K=spread_K,
-        channels=tuple(count for bits in range(spec.max_bits) if (count := int((bits_K > bits).sum())) > 0),
+        chain_HZ=chain_HZ,
+        bits_A=bits_K[: channels[0]].to(torch.int32),
+        channels=channels,
     )
 
 
@@ -321,12 +334,13 @@ def _flatten(*parts: torch.Tensor) -> torch.Tensor:
 
 
 def encode_rows(
-    fit: TransformFit, x_NH: torch.Tensor, context_NC: torch.Tensor | None = None
+    fit: TransformFit, x_NH: torch.Tensor, context_NC: torch.Tensor | None = None, walk: Walk | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Code rows of any dtype.
 
     Args:
-        context_NC: as in :class:`Moments`; ``None`` exactly if the fit has none.
+        context_NC: as in :class:`Moments`, without the row before; ``None`` exactly if the fit has none.
+        walk: along these rows; needed exactly if the fit is chained.
 
     Returns:
         The payload, uint8 ``[spec.payload_bytes(N)]``, and the rows as :func:`decode_rows` gives them, fp32 ``[N, H]``.
@@ -337,39 +351,78 @@ def encode_rows(
     predicted_NH = _predict(fit, scale_N, context_NC)
     active = slice(fit.active)
     z_NA = (unit_NH - predicted_NH) @ fit.analysis_HK[:, active] / fit.spread_K[active]
-    gain_N = _GAIN.codes(z_NA.square().mean(dim=-1).sqrt().log2())
-    z_NA = z_NA / torch.exp2(_GAIN.logs(gain_N))[:, None]
-    codes_NA = torch.cat([gaussian_codes(z_NA[:, span], bits) for bits, span in reversed(fit.widths())], dim=-1)
+    if walk is None:
+        gain_N, codes_NA = _quantise(fit, z_NA)
+        decoded_NH = _rebuild(fit, predicted_NH, gain_N, codes_NA, scale_N)
+    else:
+        parts = []
+        for column in walk.columns():
+            of_channels_nA, of_rows_nH = _chained(fit, walk, column, scale_N)
+            gain_n, codes_nA = _quantise(fit, z_NA[column] - of_channels_nA)
+            decoded_nH = _rebuild(fit, predicted_NH[column] + of_rows_nH, gain_n, codes_nA, scale_N[column])
+            walk.pass_on(column, unit_rows(decoded_nH))
+            parts.append((gain_n, codes_nA, decoded_nH))
+        gain_N, codes_NA, decoded_NH = (torch.cat(part) for part in zip(*parts, strict=True))
     scalars_N = scale_N * _GAIN_CODES + gain_N
     payload = torch.cat([*(byte.to(torch.uint8) for byte in (scalars_N & 255, scalars_N >> 8)), _pack(fit, codes_NA)])
-    return payload, _rebuild(fit, scale_N, gain_N, codes_NA, predicted_NH)
+    return payload, decoded_NH
 
 
 def decode_rows(
-    fit: TransformFit, payload: torch.Tensor, rows: int, context_NC: torch.Tensor | None = None
+    fit: TransformFit,
+    payload: torch.Tensor,
+    rows: int,
+    context_NC: torch.Tensor | None = None,
+    walk: Walk | None = None,
 ) -> torch.Tensor:
     """The rows ``[N, H]``, fp32. A row that was not finite is NaN throughout, a row of zeros is zeros."""
     low_N, high_N, packed = torch.split(payload, [rows, rows, len(payload) - 2 * rows])
     scalars_N = high_N.int() * 256 + low_N.int()
     scale_N, gain_N = scalars_N // _GAIN_CODES, scalars_N % _GAIN_CODES
-    predicted_NH = _predict(fit, scale_N, context_NC)
-    return _rebuild(fit, scale_N, gain_N, _unpack(fit, packed, rows), predicted_NH)
+    predicted_NH, codes_NA = _predict(fit, scale_N, context_NC), _unpack(fit, packed, rows)
+    if walk is None:
+        return _rebuild(fit, predicted_NH, gain_N, codes_NA, scale_N)
+    decoded_NH = torch.empty_like(predicted_NH)
+    for column in walk.columns():
+        predicted_nH = predicted_NH[column] + _chained(fit, walk, column, scale_N)[1]
+        # of the shapes that the sender has: both ends go on from equal bits
+        decoded_nH = _rebuild(fit, predicted_nH, gain_N[column], codes_NA[column], scale_N[column])
+        walk.pass_on(column, unit_rows(decoded_nH))
+        decoded_NH[column] = decoded_nH
+    return decoded_NH
+
+
+def _chained(fit: TransformFit, walk: Walk, column: slice, scale_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the row before predicts of a column's channels ``[n, A]`` and unit rows ``[n, H]``; of huge rows nothing."""
+    assert fit.chain_HZ is not None, "these rows are not chained"
+    before_nH = walk.before_column(column).masked_fill(_huge(scale_N[column])[:, None], 0.0)
+    return torch.split(before_nH @ fit.chain_HZ, [fit.active, fit.spec.hidden], dim=1)  # type: ignore[return-value]
+
+
+def _quantise(fit: TransformFit, z_NA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gains and codes of channels in units of their spread."""
+    gain_N = _GAIN.codes(z_NA.square().mean(dim=-1).sqrt().log2())
+    return gain_N, mixed_codes(z_NA / torch.exp2(_GAIN.logs(gain_N))[:, None], fit.bits_A)
 
 
 def _rebuild(
-    fit: TransformFit, scale_N: torch.Tensor, gain_N: torch.Tensor, codes_NA: torch.Tensor, predicted_NH: torch.Tensor
+    fit: TransformFit, predicted_NH: torch.Tensor, gain_N: torch.Tensor, codes_NA: torch.Tensor, scale_N: torch.Tensor
 ) -> torch.Tensor:
-    levels = [gaussian_values(codes_NA[:, span], bits, torch.float32) for bits, span in reversed(fit.widths())]
     active = slice(fit.active)
-    z_NA = torch.cat(levels, dim=-1) * fit.spread_K[active] * torch.exp2(_GAIN.logs(gain_N))[:, None]
+    z_NA = mixed_values(codes_NA, fit.bits_A) * fit.spread_K[active] * torch.exp2(_GAIN.logs(gain_N))[:, None]
     unit_NH = predicted_NH + z_NA @ fit.basis_HK[:, active].T
     scaled_NH = unit_NH * _scales(fit, scale_N)[:, None]
     return scaled_NH.masked_fill_((scale_N == _ZERO)[:, None], 0.0)
 
 
+def _huge(scale_N: torch.Tensor) -> torch.Tensor:
+    return _NORM.logs(scale_N) > math.log2(_HUGE)
+
+
 def _predict(fit: TransformFit, scale_N: torch.Tensor, context_NC: torch.Tensor | None) -> torch.Tensor:
-    huge_N = _NORM.logs(scale_N) > math.log2(_HUGE)
-    return _features(huge_N, context_NC) @ fit.weights_FH
+    """By what is known before any row crosses."""
+    features_NF = _features(_huge(scale_N), context_NC)
+    return features_NF @ fit.weights_FH[: features_NF.shape[1]]
 
 
 def _features(huge_N: torch.Tensor, context_NC: torch.Tensor | None) -> torch.Tensor:

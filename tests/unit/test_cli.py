@@ -57,17 +57,17 @@ ANCHOR = ["anchor.enabled=true", "boundary.basis=anchor"]
     ("overrides", "fast", "old", "anchor"),
     [
         # a dense tick is 1: half of it forward, half backward; two minibatches, of which the second has old log-probs
-        ([], (0.065 + 0.015) / 2, 0.065 / 4, 0.0),
-        (["rollout.path=codec"], 0.04, 0.0, 0.0),  # the sampler's log-probs serve
-        (["rollout.path=codec", "boundary.commit=tick"], 0.04, 0.065 / 2, 0.0),
+        ([], (0.06 + 0.015) / 2, 0.06 / 4, 0.0),
+        (["rollout.path=codec"], 0.0375, 0.0, 0.0),  # the sampler's log-probs serve
+        (["rollout.path=codec", "boundary.commit=tick"], 0.0375, 0.06 / 2, 0.0),
         (["boundary.budget=0.1", "boundary.backward_budget=0.3"], 0.2, 0.1 / 4, 0.0),
         ([*LOWRANK, *ANCHOR], 5 / 96, 5 / 384, 1 / 5),
         (["boundary.codec=identity", "boundary.payload=float32", "anchor.enabled=true"], 2.0, 0.5, 0.4),
         # 6 numbers of 4 bits and a scale of 16, of 96 x 16
         ([*LOWRANK, "boundary.payload=int4", "boundary.rank=6"], 40 / 1536, 40 / 1536 / 4, 0.0),
-        ([*LOWRANK, "boundary.payload=waterfill"], 0.04, 0.065 / 4, 0.0),
+        ([*LOWRANK, "boundary.payload=waterfill"], 0.0375, 0.06 / 4, 0.0),
         ([*LOWRANK, "boundary.dense_every=4"], 1 / 4 + 3 / 4 * 5 / 96, (1 / 4 + 3 / 4 * 5 / 96) / 4, 0.0),
-        (["boundary.dense_every=4", "rollout.path=codec"], 1 / 4 + 3 / 4 * 0.04, 1 / 4 / 4, 0.0),
+        (["boundary.dense_every=4", "rollout.path=codec"], 1 / 4 + 3 / 4 * 0.0375, 1 / 4 / 4, 0.0),
     ],
 )
 def test_predicted_shares_by_hand(home: Path, overrides: list[str], fast: float, old: float, anchor: float) -> None:
@@ -76,13 +76,13 @@ def test_predicted_shares_by_hand(home: Path, overrides: list[str], fast: float,
 
 
 def test_plan_says_what_crosses_and_what_a_basis_costs(home: Path) -> None:
-    """Of hidden 96: 99 bits a row, 83 of them codes; 59 channels kept, 99 features (2, first, embedding)."""
+    """Of hidden 96: 92 bits a row, 76 of them codes; 54 channels kept, 195 features (2, first, 2 x 96)."""
     output = run("plan", home / "run.yaml")[1]
-    assert "lowrank, waterfill, 6.5% of a bfloat16 crossing" in output
+    assert "lowrank, waterfill, 6.0% of a bfloat16 crossing" in output
     assert "token_waterfill, 1.5% of a bfloat16 crossing" in output
-    numbers = 1 + 59 + (99 + 59) * 96
+    numbers = 1 + 54 + (195 + 54) * 96
     assert f"{2 * numbers / 1000:.1f} kB a boundary every 16 steps" in output
-    assert "5.6% of the dense equivalent" in output
+    assert "5.2% of the dense equivalent" in output
 
 
 def test_a_config_error_writes_nothing(home: Path) -> None:

@@ -83,8 +83,8 @@ def test_defaults_are_those_of_the_design(home: Path) -> None:
     config = load(home)
     boundary, anchor, rollout = config.boundary, config.anchor, config.rollout
     assert [boundary.codec_of(way) for way in DIRECTIONS] == ["lowrank", "token_waterfill"]
-    assert [boundary.budget_of(way) for way in DIRECTIONS] == [0.065, 0.015]
-    assert (boundary.payload_of("forward"), boundary.prediction) == ("waterfill", "embedding")
+    assert [boundary.budget_of(way) for way in DIRECTIONS] == [0.06, 0.015]
+    assert (boundary.payload_of("forward"), boundary.prediction) == ("waterfill", "embedding+previous")
     assert (boundary.basis, boundary.refresh_steps, boundary.calibration) == ("self", 16, 32)
     assert [boundary.rank_of(hidden) for hidden in (96, 3)] == [5, 3]
     assert (anchor.enabled, anchor.cadence, anchor.delay, anchor.beta) == (False, 5, 5, 0.5)
@@ -165,7 +165,7 @@ def test_shorthands_are_resolved_by_direction() -> None:
     ("settings", "payload", "prediction"),
     [
         ({"forward_codec": "lowrank"}, "bfloat16", "none"),  # a codec that is named sends plain numbers
-        ({"codec": "lowrank", "payload": "waterfill"}, "waterfill", "embedding"),
+        ({"codec": "lowrank", "payload": "waterfill"}, "waterfill", "embedding+previous"),
         ({"payload": "int8"}, "int8", "none"),
         ({"forward_payload": "int4", "predict": "embedding"}, "int4", "embedding"),
         ({"predict": "none"}, "waterfill", "none"),
@@ -332,6 +332,10 @@ def test_a_combination_that_cannot_work_is_named(home: Path, override: str, line
         (
             ["boundary.codec=mask", "boundary.backward_payload=int4"],
             "boundary.backward_payload=int4: mask sends numbers",
+        ),
+        (
+            ["boundary.backward_codec=lowrank", "boundary.rounding=stochastic"],
+            "boundary.rounding=stochastic: lowrank in bfloat16 has no codes to round",
         ),
         (
             ["boundary.codec=lowrank", "boundary.predict=embedding"],

@@ -12,6 +12,8 @@ from megatron_grpo.ops.quantize import (
     gaussian_codes,
     gaussian_distortion,
     gaussian_values,
+    mixed_codes,
+    mixed_values,
 )
 
 
@@ -177,3 +179,16 @@ def test_absmax_of_no_rows_and_of_tiny_numbers() -> None:
 def test_absmax_needs_two_to_eight_bits(bits: int) -> None:
     with pytest.raises(ValueError, match=f"bits={bits} "):
         absmax_codes(torch.ones(1, 2), bits)
+
+
+def test_mixed_codes_are_those_of_each_channel() -> None:
+    bits_C = torch.tensor([1, 3, 8, 2, 5, 4, 7, 6], dtype=torch.int32)
+    z_NC = torch.randn(500, 8, generator=torch.Generator().manual_seed(4))
+    z_NC[3, 2], z_NC[4, 0], z_NC[5, 7] = math.nan, math.inf, -1e30
+    codes_NC = mixed_codes(z_NC, bits_C)
+    assert codes_NC.dtype == torch.uint8
+    values_NC = mixed_values(codes_NC, bits_C)
+    for channel, bits in enumerate(bits_C.tolist()):
+        codes_N = gaussian_codes(z_NC[:, channel], bits)
+        assert torch.equal(codes_NC[:, channel], codes_N)
+        assert torch.equal(values_NC[:, channel], gaussian_values(codes_N, bits, torch.float32))

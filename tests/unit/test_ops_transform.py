@@ -117,7 +117,7 @@ def test_the_payload_has_the_size_that_the_spec_says(rows: int) -> None:
 def test_every_channel_gets_its_fixed_bits() -> None:
     transform = fit(_moments(_coloured(100, 24, seed=1)), fixed_spec(24, 0, rank=5, bits=3))
     assert transform.channels == (5, 5, 5)
-    assert transform.widths() == [(3, slice(0, 5))]
+    assert transform.bits_A.tolist() == [3] * 5
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_grpo.ops.rows import Rows, SequenceMemory, all_rows, carrying_rows
+from megatron_grpo.ops.rows import Rows, SequenceMemory, Walk, all_rows, carrying_rows
 
 # Three sequences of four columns: the first lacks its last column, the second its first two, the third has a gap.
 CARRYING_BS = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 1, 1]], dtype=torch.bool)
@@ -90,3 +90,41 @@ def test_no_rows_are_fine() -> None:
     assert len(none) == 0 and none.previous().tolist() == [] and list(none.columns()) == []
     assert none.select(torch.ones(4, 3, 2)).shape == (0, 2)
     assert torch.equal(none.scatter(torch.ones(0, 2), 4), torch.zeros(4, 3, 2))
+
+
+def _numbered(found: Rows) -> torch.Tensor:
+    """Rows ``[N, 1]`` that hold their tokens."""
+    assert found.tokens_N is not None
+    return found.tokens_N[:, None].float()
+
+
+def test_a_walk_knows_the_row_before_each_at_once_and_by_column() -> None:
+    """Of the third sequence the second column is missing: 32 follows 30."""
+    wanted = [[0.0], [0.0], [10.0], [11.0], [0.0], [30.0], [22.0], [32.0]]
+    found = rows()
+    at_once = Walk(found, "x", 1)
+    assert at_once.first_N.tolist() == [True, True, False, False, True, False, False, False]
+    assert at_once.before(_numbered(found)).tolist() == wanted
+    by_column, before = Walk(found, "x", 1), []
+    for column in by_column.columns():
+        before += by_column.before_column(column).tolist()
+        by_column.pass_on(column, _numbered(found)[column])
+    assert before == wanted
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+def test_a_walk_goes_on_where_the_one_before_it_left(by_column: bool) -> None:
+    memory, before, first = SequenceMemory(), [], []
+    for part in (slice(0, 2), slice(2, 3), slice(3, 4)):
+        found = carrying_rows(CARRYING_BS[:, part], TOKENS_BS[:, part], memory=memory)
+        walk = Walk(found, "x", 1)
+        first += walk.first_N.tolist()
+        if by_column:
+            for column in walk.columns():
+                before += walk.before_column(column).tolist()
+                walk.pass_on(column, _numbered(found)[column])
+        else:
+            before += walk.before(_numbered(found)).tolist()
+            walk.leave(_numbered(found))
+    assert first == [True, True, False, False, True, False, False, False]
+    assert before == [[0.0], [0.0], [10.0], [11.0], [0.0], [30.0], [22.0], [32.0]]

@@ -3,6 +3,7 @@
 Legend: N rows, B sequences, S columns, H hidden, V vocabulary, C numbers of context, r rank.
 """
 
+from itertools import product
 from math import log2
 from typing import Any, Literal
 
@@ -124,13 +125,13 @@ def test_a_row_codes_alike_in_any_order_of_sequences(predict: str) -> None:
 
 
 def test_payloads_have_the_promised_bytes() -> None:
-    """Whole rows in one piece, or a column at a time, each rounded up to a byte: of 76 bits, half a byte is lost."""
-    counts = CARRYING.sum(0).tolist()
-    assert sum(counts) == N and any(count % 2 for count in counts)
-    for share, bits in ((SHARE, CODE_BITS), (92 / 384, 76)):
-        at_once, by_column = (two_ends(predict, forward_budget=share)[0] for predict in ("embedding", PREDICTIONS[2]))
-        assert len(at_once.payload(WHOLE)) == 2 * N + (N * bits + 7) // 8
-        assert len(by_column.payload(WHOLE)) == sum(2 * count + (count * bits + 7) // 8 for count in counts)
+    """Whole rows in one piece, rounded up to a byte; a column that crosses alone likewise: of 76 bits, half is lost."""
+    column = next(column for column, count in enumerate(CARRYING.sum(0).tolist()) if count % 2)
+    alone = carrying_rows(CARRYING[:, column : column + 1], TOKENS[:, column : column + 1])
+    for (share, bits), predict in product(((SHARE, CODE_BITS), (92 / 384, 76)), PREDICTIONS):
+        codec = two_ends(predict, forward_budget=share)[0]
+        for rows in (WHOLE, alone):
+            assert len(codec.payload(rows)) == 2 * len(rows) + (len(rows) * bits + 7) // 8
     fixed = codecs(forward_payload="int3", rank=5, predict="none").forward
     assert len(fixed.payload(WHOLE)) == 2 * N + (N * 5 * 3 + 7) // 8
 
@@ -212,8 +213,8 @@ def test_a_fit_waits_for_the_commit_and_crosses_as_one_vector() -> None:
     sender, receiver = (codecs().forward.learner for _ in range(2))
     assert isinstance(sender, Transform) and isinstance(receiver, Transform)
     old = sender.flat().clone()
-    # channels kept: all 24 of 56; features: 2 flags, the first row's, and the embedding's 24
-    assert old.dtype == torch.bfloat16 and old.shape == (1 + 24 + (2 + 1 + 24 + 24) * 24,)
+    # channels kept: all 24 of 56; features: 2 flags, the first row's, 24 of the embedding and 24 of the row before
+    assert old.dtype == torch.bfloat16 and old.shape == (1 + 24 + (2 + 1 + 24 + 24 + 24) * 24,)
     assert torch.equal(old, receiver.flat())
     sender.stage()
     assert torch.equal(sender.flat(), old)  # nothing was seen

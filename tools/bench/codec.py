@@ -26,7 +26,7 @@ import torch
 
 from megatron_grpo.ops.bits import pack_bits, packed_bytes, unpack_bits
 from megatron_grpo.ops.lowrank import random_basis
-from megatron_grpo.ops.quantize import absmax_codes, absmax_values, allocate_bits, gaussian_codes, gaussian_values
+from megatron_grpo.ops.quantize import absmax_codes, absmax_values, allocate_bits, mixed_codes, mixed_values
 from megatron_grpo.ops.token_waterfill import Rotation, decode, encode
 
 GOALS = {"pack_over_copy": 2.0, "unpack_over_copy": 2.0}
@@ -78,19 +78,19 @@ def waterfill(hidden: int) -> Format:
     bits_H = allocate_bits(variance_H, int(SHARE * BFLOAT16_BITS * hidden))  # falls with the variance
     widths, counts = torch.unique_consecutive(bits_H[bits_H > 0], return_counts=True)
     pieces = list(zip(widths.tolist(), counts.tolist(), strict=True))
-    rank = int((bits_H > 0).sum())
+    bits_r = bits_H[bits_H > 0].to(torch.int32)
+    rank = len(bits_r)
 
     def pack(p_Nr: torch.Tensor) -> torch.Tensor:
-        parts = torch.split(p_Nr, [count for _, count in pieces], dim=1)
-        return torch.cat([pack_bits(gaussian_codes(z, bits), bits) for z, (bits, _) in zip(parts, pieces, strict=True)])
+        parts = torch.split(mixed_codes(p_Nr, bits_r), [count for _, count in pieces], dim=1)
+        return torch.cat([pack_bits(codes, bits) for codes, (bits, _) in zip(parts, pieces, strict=True)])
 
     def unpack(packed: torch.Tensor) -> torch.Tensor:
-        rows, values, start = len(packed) * 8 // int(bits_H.sum()), [], 0
+        rows, codes, start = len(packed) * 8 // int(bits_H.sum()), [], 0
         for bits, count in pieces:
-            codes = unpack_bits(packed[start:], rows * count, bits).view(rows, count)
-            values.append(gaussian_values(codes, bits, torch.float32))
+            codes.append(unpack_bits(packed[start:], rows * count, bits).view(rows, count))
             start += packed_bytes(rows * count, bits)
-        return torch.cat(values, dim=1)
+        return mixed_values(torch.cat(codes, dim=1), bits_r)
 
     return rank, pack, unpack
 

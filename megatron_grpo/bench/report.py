@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,8 +84,16 @@ def bench_gap(
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"{option}={file}: the folder {file.parent} is not there; make it first")
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
-        task = progress.add_task("loading", total=pieces_of_work(len(byte_shares)))
+    console, total = Console(file=sys.stderr), pieces_of_work(len(byte_shares))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("loading", total=total)
+        numbers = count(1)
+
+        def note(done: str) -> None:
+            progress.update(task, advance=1, description=done)
+            if not console.is_terminal:
+                console.print(f"{next(numbers)}/{total} {done}")
+
         result = run_gap(
             model_dir,
             boundaries,
@@ -92,7 +101,7 @@ def bench_gap(
             after=cuts,
             settings=settings,
             device=device,
-            note=lambda done: progress.update(task, advance=1, description=done),
+            note=note,
         )
     text = json.dumps(_finite(result), indent=2, allow_nan=False)
     if json_file == Path("-"):

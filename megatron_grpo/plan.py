@@ -1,15 +1,16 @@
 """What a run would be, as tables: ranks, layers, batches, bytes. Needs no rank, no GPU and no engine."""
 
+from contextlib import suppress
+
 from rich.table import Table
 
-from megatron_grpo.config import BoundaryConfig, Config, ConfigError, Direction, layer_split
+from megatron_grpo.config import DIRECTIONS, BoundaryConfig, Config, ConfigError, Direction, layer_split
 from megatron_grpo.config.checks import read_model
 from megatron_grpo.config.engine import read_settings
 
 BYTES = {"float32": 4, "bfloat16": 2}
 PACKED_BITS = {"int8": 8, "int4": 4, "int3": 3}
 DENSE_BYTES = 2
-DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 
 def plan_tables(config: Config) -> list[Table]:
@@ -116,7 +117,8 @@ def _boundary(config: Config, hidden: int | None) -> dict[str, str]:
         shares = training_shares(config, hidden)
         parts = " + ".join(f"{name} {share:.1%}" for name, share in shares.items() if share)
         if boundary.basis == "self":
-            rows["basis"] = _own_basis(boundary, hidden)
+            with suppress(ValueError):  # a size that no codec takes: check_config reports it
+                rows["basis"] = _own_basis(boundary, hidden)
         rows["predicted bytes"] = f"{sum(shares.values()):.1%} of the dense equivalent ({parts})"
     return rows
 
@@ -132,7 +134,7 @@ def _own_basis(boundary: BoundaryConfig, hidden: int) -> str:
     if not sizes:
         return "nothing is fitted"
     text = (
-        f"{sum(sizes) / 1000:.1f} kB a boundary every {boundary.refresh_steps} steps (and after 1, 2, 4 ...); "
+        f"{sum(sizes) / 1000:.1f} kB a boundary every {boundary.refresh_steps} steps (and after 2, 4, 8 ...); "
         f"{boundary.calibration} sequences uncompressed before the first step"
     )
     return text if boundary.prediction == "none" else text + "; both ends hold the token embedding, read from the model"

@@ -1,11 +1,12 @@
 """``megatron-grpo bench gap``: what each codec would cost a real model, without training it.
 
-The model samples its own texts; codecs are fitted on one half of the prompts and measured on the other.
+The model samples its own texts; codecs are fitted on some prompts and measured on others.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_grpo.bench.prompts import built_in_prompts, file_prompts
 from megatron_grpo.bench.spectra import backward_spectrum, forward_spectrum
 from megatron_grpo.bench.texts import Rowbook, SplitModel
 from megatron_grpo.config import ConfigError, layer_split
+from megatron_grpo.config.checks import budget_errors
 from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.rollout.sampler import SamplingRule
 
@@ -98,9 +100,11 @@ def run_gap(
     settings = replace(settings or GapSettings(shares=()), shares=tuple(shares))
     settings.check()
     started = time.monotonic()
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    model, tokenizer = load_causal_model(model_dir, place), load_tokenizer(model_dir)
+    model, tokenizer = load_causal_model(model_dir, _place(device)), load_tokenizer(model_dir)
     split = SplitModel(model, _cuts(len(model.layers), boundaries, after))
+    for arm, share in product((*FORWARD_ARMS, *BACKWARD_ARMS), shares):
+        for error in budget_errors(arm.config(share, model.hidden), model.hidden):
+            raise ConfigError(f"--bytes={share}: {error}")
     bench = _Bench(split, tokenizer, settings, note)
     result = {
         "model": str(model_dir),
@@ -111,6 +115,15 @@ def run_gap(
         **bench.measure(),
     }
     return result | {"seconds": time.monotonic() - started}
+
+
+def _place(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigError(f"--device={device}: {str(error).splitlines()[0]}; use cpu, or leave it out") from error
 
 
 def _cuts(layers: int, boundaries: int, after: Sequence[int] | None) -> tuple[int, ...]:

@@ -12,12 +12,10 @@ import torch
 
 from megatron_grpo.boundary.build import BoundaryCodecs, build_codecs
 from megatron_grpo.boundary.codec import Codec, Encoded, Learner
-from megatron_grpo.config import BoundaryConfig, Direction
+from megatron_grpo.config import DIRECTIONS, BoundaryConfig, Direction
 from megatron_grpo.ops.lowrank import error_sums
 from megatron_grpo.ops.rows import Rows, all_rows
 from megatron_grpo.parallel.link import Kind
-
-DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 
 @dataclass(slots=True)
@@ -29,17 +27,25 @@ class Pass:
         rows: one entry a micro-batch, in order; ``None`` means every row.
         dense: cross uncompressed.
         observe: who learns from this pass: ``both`` ends, from the rows that both hold after a dense crossing; the
-            ``sender``, from its own; or nobody.
+            ``sender``, from its own; both from the ``gradients`` alone, which then cross dense; or nobody.
     """
 
     kind: Kind = "fast"
     rows: Sequence[Rows] | None = None
     dense: bool = False
-    observe: Literal["both", "sender"] | None = None
+    observe: Literal["both", "sender", "gradients"] | None = None
     seen: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.observe != "both" or self.dense, "both ends hold the same rows only where they cross dense"
+
+    def dense_in(self, direction: Direction) -> bool:
+        """Whether rows of ``direction`` cross uncompressed."""
+        return self.dense or (self.observe == "gradients" and direction == "backward")
+
+    def teaches_both(self, direction: Direction) -> bool:
+        """Whether both ends learn from the rows of ``direction``."""
+        return self.observe is not None and self.observe != "sender" and self.dense_in(direction)
 
     def next_rows(self, stream: str, columns: int, batch: int, device: torch.device) -> Rows:
         """Rows of the micro-batch that ``stream`` carries next: micro-batches pass each stream in order."""
@@ -57,21 +63,21 @@ class Crossing:
 
     def codec(self, direction: Direction, plan: Pass) -> Codec:
         """The codec that rows cross by."""
-        return self.codecs.choose(direction, dense=plan.dense, fast=plan.kind == "fast")
+        return self.codecs.choose(direction, dense=plan.dense_in(direction), fast=plan.kind == "fast")
 
     def encode(self, direction: Direction, x_NH: torch.Tensor, rows: Rows, plan: Pass) -> Encoded:
         """The sender's part: code, measure, learn."""
         codec = self.codec(direction, plan)
         encoded = codec.encode(x_NH, rows)
         learner = self._learner(direction)
-        if plan.kind == "fast" or plan.observe == "both":
+        if plan.kind == "fast" or plan.teaches_both(direction):
             if encoded.decoded_NH is None:
                 encoded = Encoded(encoded.payload, codec.decode(encoded.payload, rows, x_NH.dtype))
             assert encoded.decoded_NH is not None
             if plan.kind == "fast":
                 sums = error_sums(x_NH, encoded.decoded_NH)
                 self._errors[direction] = self._errors[direction] + sums if direction in self._errors else sums
-            if plan.observe == "both":
+            if plan.teaches_both(direction):
                 if learner is not None:
                     learner.observe(encoded.decoded_NH, rows)
                 self.learn_gradient(direction, encoded.decoded_NH, plan)
@@ -85,7 +91,7 @@ class Crossing:
         """The receiver's part: decode and learn."""
         decoded_NH = self.codec(direction, plan).decode(payload, rows, dtype)
         learner = self._learner(direction)
-        if plan.observe == "both" and learner is not None:
+        if plan.teaches_both(direction) and learner is not None:
             learner.observe(decoded_NH, rows)
         self.learn_gradient(direction, decoded_NH, plan)
         return decoded_NH

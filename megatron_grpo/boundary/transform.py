@@ -139,8 +139,9 @@ class Transform(Learner):
             return
         if self._history is None:
             self._history = self._no_moments(moments.second_DD.device)
+        weight = HISTORY if bool(moments.tally_4[0] > 0) else 1.0  # gradients alone age nothing
         for old, new in zip(self._history.tensors(), moments.tensors(), strict=True):
-            old.mul_(HISTORY).add_(new)
+            old.mul_(weight).add_(new)
         if bool(self._history.tally_4[0] > 0):
             fitted = fit(self._history, self.spec)
             self._staged, self._staged_analysis = fitted.flat_n, fitted.analysis_HK
@@ -200,8 +201,6 @@ class TransformCodec(Codec):
 
     def encode(self, x_NH: torch.Tensor, rows: Rows) -> Encoded:
         fit = self.learner.to(x_NH.device).current
-        if not len(rows):
-            return Encoded(self.payload(rows), x_NH)
         payload, decoded_NH = encode_rows(fit, x_NH, *self._before(rows))
         return Encoded(payload, decoded_NH.to(x_NH.dtype))
 

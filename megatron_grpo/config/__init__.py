@@ -6,6 +6,7 @@ from .errors import ConfigError
 from .loading import load_config, write_resolved
 from .root import Config, layer_split
 from .sections import (
+    DIRECTIONS,
     AnchorConfig,
     BoundaryConfig,
     Codec,
@@ -26,6 +27,7 @@ from .sections import (
 )
 
 __all__ = [
+    "DIRECTIONS",
     "AnchorConfig",
     "BoundaryConfig",
     "Codec",

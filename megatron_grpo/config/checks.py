@@ -11,9 +11,8 @@ from .engine import conflicts, read_settings
 from .errors import ConfigError
 from .files import data_errors, tokenizer_size, weight_errors
 from .root import Config
-from .sections import BoundaryConfig, Direction
+from .sections import DIRECTIONS, BoundaryConfig
 
-DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -64,7 +63,7 @@ def _model(config: Config, model: dict[str, Any]) -> Iterator[str]:
     codecs = {boundary.codec_of("forward"), boundary.codec_of("backward")}
     if codecs != {"identity"} and boundary.rank is not None and boundary.rank > hidden:
         yield f"boundary.rank={boundary.rank} exceeds hidden size {hidden}; use at most {hidden}"
-    yield from _budgets(boundary, hidden)
+    yield from budget_errors(boundary, hidden)
     stages = config.parallel.pipeline
     if stages > layers:
         yield f"parallel.pipeline={stages} exceeds the model's {layers} layers; use at most {layers}"
@@ -83,8 +82,11 @@ LEAST_BITS = 0.1
 """A number, on average, for token_waterfill: one row in ten at one bit a number."""
 
 
-def _budgets(boundary: BoundaryConfig, hidden: int) -> Iterator[str]:
-    """A waterfilled row has 16 bits of scale, and then 1 bit to 8 bits a channel: the sizes of ``ops.transform``."""
+def budget_errors(boundary: BoundaryConfig, hidden: int) -> Iterator[str]:
+    """Budgets that rows of that width cannot take.
+
+    A waterfilled row has 16 bits of scale, and then 1 bit to 8 bits a channel: the sizes of ``ops.transform``.
+    """
     for side in DIRECTIONS:
         budget = boundary.budget_of(side)
         if boundary.codec_of(side) == "token_waterfill" and budget < LEAST_BITS / 16:
@@ -220,8 +222,20 @@ def _shared_basis(config: Config) -> Iterator[str]:
         )
 
 
+def _shorthands(boundary: BoundaryConfig) -> Iterator[str]:
+    for name in ("codec", "payload", "budget"):
+        value = getattr(boundary, name)
+        both = [getattr(boundary, f"{side}_{name}") for side in DIRECTIONS]
+        if value is not None and None not in both and any(other != value for other in both):
+            yield (
+                f"boundary.{name}={value}: has no effect beside forward_{name}={both[0]} and "
+                f"backward_{name}={both[1]}; set these two, or leave them null"
+            )
+
+
 def _payloads(boundary: BoundaryConfig) -> Iterator[str]:
     """What a payload asks of its codec."""
+    yield from _shorthands(boundary)
     if boundary.codec_of("forward") == "token_waterfill":
         yield (
             "boundary.forward_codec=token_waterfill: shares bits out over a micro-batch, and activations must code "
@@ -234,10 +248,11 @@ def _payloads(boundary: BoundaryConfig) -> Iterator[str]:
                 f"boundary.{side}_payload={payload}: {codec} sends numbers as they are; use float32 or bfloat16, "
                 f"or boundary.{side}_codec=lowrank"
             )
-    backward = boundary.codec_of("backward")
-    if boundary.rounding == "stochastic" and not (boundary.packed("backward") or backward == "token_waterfill"):
+    backward, payload = boundary.codec_of("backward"), boundary.payload_of("backward")
+    rounds = backward == "token_waterfill" or (boundary.packed("backward") and payload != "waterfill")
+    if boundary.rounding == "stochastic" and not rounds:
         yield (
-            f"boundary.rounding=stochastic: {backward} in {boundary.payload_of('backward')} has no codes to round; "
+            f"boundary.rounding=stochastic: {backward} in {payload} is not rounded at random; "
             "use boundary.backward_codec=token_waterfill, or rounding=nearest"
         )
     if boundary.prediction != "none" and not boundary.packed("forward"):

@@ -96,8 +96,8 @@ class Config(Section):
         return stage
 
     def dump(self) -> dict[str, Any]:
-        """Every key with its value, as plain YAML types; reads back as an equal Config."""
-        return self.model_dump(mode="json")
+        """Every key with its value, as plain YAML types; reads back as a config that means and dumps the same."""
+        return self.model_copy(update={"boundary": self.boundary.resolved()}).model_dump(mode="json")
 
 
 def layer_split(layers: int, stages: int) -> list[int]:

@@ -17,6 +17,7 @@ BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 Codec = Literal["identity", "lowrank", "mask", "token_waterfill"]
 Prediction = Literal["none", "embedding", "embedding+previous"]
 Payload = Literal["float32", "bfloat16", "int8", "int4", "int3", "waterfill"]
@@ -120,9 +121,9 @@ class BoundaryConfig(Section):
     is kept."""
     refresh_steps: Positive = 16
     """Steps between refreshes of basis self, and between measurements of the gap for rollout.path auto. Before the
-    first, a basis is refreshed after 1, 2, 4, 8 ... steps."""
+    first, a basis is refreshed after 2, 4, 8 ... steps."""
     calibration: Positive = 32
-    """Sequences sampled uncompressed before the first step, for the first basis of basis self and the first gap."""
+    """Sequences sampled uncompressed before the first step, for the first basis of basis self."""
     predict: Prediction | None = None
     """What packed forward rows are predicted from, so that only the rest is coded; embedding+previous with payload
     waterfill, none elsewhere, when absent."""
@@ -137,7 +138,7 @@ class BoundaryConfig(Section):
     error_feedback: bool | None = None
     """Backward rows carry what the micro-batch before lost at the same places; when absent, with token_waterfill."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Of packed backward payloads; stochastic is unbiased."""
+    """Of backward codes, but for payload waterfill; stochastic is unbiased."""
     links: Annotated[tuple[Literal["pipeline", "tensor"], ...], Field(strict=False, min_length=1)] = ("pipeline",)
     """Links that are compressed."""
     shared_basis: bool = False
@@ -173,6 +174,20 @@ class BoundaryConfig(Section):
     def packed(self, direction: Direction) -> bool:
         """Whether rows cross as packed codes of a fitted transform or whitened basis."""
         return self.codec_of(direction) == "lowrank" and self.payload_of(direction) not in ("float32", "bfloat16")
+
+    def resolved(self) -> "BoundaryConfig":
+        """The same with what is left out written down, direction by direction: later defaults do not change it."""
+        by_direction: dict[str, object] = {}
+        for way in DIRECTIONS:
+            by_direction |= {
+                f"{way}_codec": self.codec_of(way),
+                f"{way}_payload": self.payload_of(way),
+                f"{way}_budget": self.budget_of(way),
+            }
+        shorthand = dict.fromkeys(("codec", "payload", "budget"))
+        return self.model_copy(
+            update=shorthand | by_direction | {"predict": self.prediction, "error_feedback": self.feeds_back}
+        )
 
     @property
     def prediction(self) -> Prediction:
@@ -267,7 +282,8 @@ class RolloutConfig(Section):
     """0 is off."""
     path: Literal["dense", "codec", "auto"] = "auto"
     """Whether the boundaries are compressed while sampling; auto: where the measured gap is at most gap_limit."""
-    gap_limit: PositiveFloat = 0.05
+    gap_limit: PositiveFloat = 0.1
+    """Mean difference of a token's log-prob between dense and coded boundaries, nats."""
     """Median |trainer - sampler| log-prob, in nats, up to which auto samples through the codec."""
     in_flight: Positive | None = None
     """Micro-batches under way at once; parallel.pipeline when absent."""

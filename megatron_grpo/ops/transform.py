@@ -78,7 +78,7 @@ class Spec:
 
     Attributes:
         hidden: H.
-        context: C, 0 without prediction.
+        context: C, 0 where nothing is known.
         chained: whether the last H numbers of the context are the row before.
         kept: K, the channels that a fit keeps.
         code_bits: bits of a row's codes, shared out over the channels.
@@ -138,8 +138,8 @@ class Moments:
     """Sums over rows that a fit is made from. They add up over micro-batches and data-parallel ranks.
 
     Context is what both ends know of a row before it crosses, ``[N, C]`` in any scale: the embedding of its token,
-    the :func:`unit_rows` of the row before it in its sequence *as decoded* (zeros before the first), and a flag for
-    the first row of a sequence, which is unlike all others.
+    the :func:`unit_rows` of the row before it in its sequence (as decoded when rows are coded; zeros before the first),
+    and a flag for the first row of a sequence, which is unlike all others.
 
     Attributes:
         second_DD: fp32, weighted sum of the products of [1, huge, context, unit row].
@@ -213,8 +213,7 @@ class TransformFit:
         analysis_HK: E, of the sender, fp32: channels of a row are its products with E. Before V is rounded, and without
             a metric, the two are one.
         spread_K: standard deviation of the channels.
-        chain_HZ: what the row before predicts of channels and of the row itself, side by side (Z = A + H); ``None``
-            where rows are not chained.
+        chain_HA: what the row before predicts of the sender's channels; ``None`` where rows are not chained.
         bits_A: int32, of each channel that has any.
         channels: how many channels have at least 1, 2, ... bits. Those with more bits come first.
     """
@@ -226,7 +225,7 @@ class TransformFit:
     basis_HK: torch.Tensor
     analysis_HK: torch.Tensor
     spread_K: torch.Tensor
-    chain_HZ: torch.Tensor | None
+    chain_HA: torch.Tensor | None
     bits_A: torch.Tensor
     channels: tuple[int, ...]
 
@@ -311,10 +310,10 @@ def unflatten(flat_n: torch.Tensor, spec: Spec, analysis_HK: torch.Tensor | None
     channels = tuple(count for bits in range(spec.max_bits) if (count := int((bits_K > bits).sum())) > 0)
     weights_FH, basis_HK = weights.view(features, spec.hidden), basis.view(spec.hidden, spec.kept)
     analysis_HK = basis_HK if analysis_HK is None else analysis_HK.to(flat_n.device)
-    chain_HZ = None
+    chain_HA = None
     if spec.chained:
-        active, chain_HH = slice(channels[0]), weights_FH[-spec.hidden :]
-        chain_HZ = torch.cat([chain_HH @ analysis_HK[:, active] / spread_K[active], chain_HH], dim=1)
+        active = slice(channels[0])
+        chain_HA = weights_FH[-spec.hidden :] @ analysis_HK[:, active] / spread_K[active]
     return TransformFit(
         spec=spec,
         flat_n=flat_n,
@@ -323,7 +322,7 @@ def unflatten(flat_n: torch.Tensor, spec: Spec, analysis_HK: torch.Tensor | None
         basis_HK=basis_HK,
         analysis_HK=analysis_HK,
         spread_K=spread_K,
-        chain_HZ=chain_HZ,
+        chain_HA=chain_HA,
         bits_A=bits_K[: channels[0]].to(torch.int32),
         channels=channels,
     )
@@ -345,7 +344,10 @@ def encode_rows(
     Returns:
         The payload, uint8 ``[spec.payload_bytes(N)]``, and the rows as :func:`decode_rows` gives them, fp32 ``[N, H]``.
     """
+    assert (walk is not None) == fit.spec.chained, "a chained fit codes along a walk, and no other does"
     x_NH = x_NH.float()
+    if not len(x_NH):
+        return x_NH.new_empty(0, dtype=torch.uint8), x_NH
     scale_N = _scale_codes(fit, x_NH)
     unit_NH = (x_NH / _scales(fit, scale_N)[:, None]).nan_to_num(nan=0.0)
     predicted_NH = _predict(fit, scale_N, context_NC)
@@ -357,10 +359,12 @@ def encode_rows(
     else:
         parts = []
         for column in walk.columns():
-            of_channels_nA, of_rows_nH = _chained(fit, walk, column, scale_N)
-            gain_n, codes_nA = _quantise(fit, z_NA[column] - of_channels_nA)
-            decoded_nH = _rebuild(fit, predicted_NH[column] + of_rows_nH, gain_n, codes_nA, scale_N[column])
-            walk.pass_on(column, unit_rows(decoded_nH))
+            assert fit.chain_HA is not None
+            before_nH = _before(walk, column, scale_N)
+            gain_n, codes_nA = _quantise(fit, z_NA[column] - before_nH @ fit.chain_HA)
+            predicted_nH = predicted_NH[column] + _from_before(fit, before_nH)
+            decoded_nH = _rebuild(fit, predicted_nH, gain_n, codes_nA, scale_N[column])
+            _pass_on(walk, column, decoded_nH)
             parts.append((gain_n, codes_nA, decoded_nH))
         gain_N, codes_NA, decoded_NH = (torch.cat(part) for part in zip(*parts, strict=True))
     scalars_N = scale_N * _GAIN_CODES + gain_N
@@ -375,7 +379,12 @@ def decode_rows(
     context_NC: torch.Tensor | None = None,
     walk: Walk | None = None,
 ) -> torch.Tensor:
-    """The rows ``[N, H]``, fp32. A row that was not finite is NaN throughout, a row of zeros is zeros."""
+    """The rows ``[N, H]``, fp32.
+
+    A row that was not finite, or whose norm is not, is NaN throughout; those after it are predicted as if it had been
+    zeros. A row of zeros is zeros.
+    """
+    assert (walk is not None) == fit.spec.chained, "a chained fit codes along a walk, and no other does"
     low_N, high_N, packed = torch.split(payload, [rows, rows, len(payload) - 2 * rows])
     scalars_N = high_N.int() * 256 + low_N.int()
     scale_N, gain_N = scalars_N // _GAIN_CODES, scalars_N % _GAIN_CODES
@@ -384,19 +393,26 @@ def decode_rows(
         return _rebuild(fit, predicted_NH, gain_N, codes_NA, scale_N)
     decoded_NH = torch.empty_like(predicted_NH)
     for column in walk.columns():
-        predicted_nH = predicted_NH[column] + _chained(fit, walk, column, scale_N)[1]
+        predicted_nH = predicted_NH[column] + _from_before(fit, _before(walk, column, scale_N))
         # of the shapes that the sender has: both ends go on from equal bits
         decoded_nH = _rebuild(fit, predicted_nH, gain_N[column], codes_NA[column], scale_N[column])
-        walk.pass_on(column, unit_rows(decoded_nH))
+        _pass_on(walk, column, decoded_nH)
         decoded_NH[column] = decoded_nH
     return decoded_NH
 
 
-def _chained(fit: TransformFit, walk: Walk, column: slice, scale_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the row before predicts of a column's channels ``[n, A]`` and unit rows ``[n, H]``; of huge rows nothing."""
-    assert fit.chain_HZ is not None, "these rows are not chained"
-    before_nH = walk.before_column(column).masked_fill(_huge(scale_N[column])[:, None], 0.0)
-    return torch.split(before_nH @ fit.chain_HZ, [fit.active, fit.spec.hidden], dim=1)  # type: ignore[return-value]
+def _before(walk: Walk, column: slice, scale_N: torch.Tensor) -> torch.Tensor:
+    """The unit row before each of a column, as decoded; zeros before huge ones."""
+    return walk.before_column(column).masked_fill(_huge(scale_N[column])[:, None], 0.0)
+
+
+def _from_before(fit: TransformFit, before_nH: torch.Tensor) -> torch.Tensor:
+    """What the row before adds to a prediction."""
+    return before_nH @ fit.weights_FH[-fit.spec.hidden :]
+
+
+def _pass_on(walk: Walk, column: slice, decoded_nH: torch.Tensor) -> None:
+    walk.pass_on(column, unit_rows(decoded_nH).nan_to_num(nan=0.0))
 
 
 def _quantise(fit: TransformFit, z_NA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -422,7 +438,8 @@ def _huge(scale_N: torch.Tensor) -> torch.Tensor:
 def _predict(fit: TransformFit, scale_N: torch.Tensor, context_NC: torch.Tensor | None) -> torch.Tensor:
     """By what is known before any row crosses."""
     features_NF = _features(_huge(scale_N), context_NC)
-    return features_NF @ fit.weights_FH[: features_NF.shape[1]]
+    known = len(fit.weights_FH) - fit.spec.hidden * fit.spec.chained
+    return features_NF @ fit.weights_FH[:known]
 
 
 def _features(huge_N: torch.Tensor, context_NC: torch.Tensor | None) -> torch.Tensor:

@@ -5,14 +5,13 @@ from typing import Literal
 
 import torch
 
-from megatron_grpo.config import Direction
+from megatron_grpo.config import DIRECTIONS, Direction
 
 Link = Literal["pipeline", "tensor", "data"]
 Kind = Literal["fast", "old_logprob", "anchor", "basis", "rollout", "validation"]
 
 LINKS: tuple[Link, ...] = ("pipeline", "tensor", "data")
 KINDS: tuple[Kind, ...] = ("fast", "old_logprob", "anchor", "basis", "rollout", "validation")
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 BFLOAT16_BYTES = 2
 
 Entry = tuple[str, str, str]

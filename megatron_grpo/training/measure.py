@@ -113,6 +113,13 @@ def gap_median(gaps: torch.Tensor, groups: ParallelGroups, device: torch.device)
     return broadcast_from(value, groups.last_stage_rank, groups.pipeline).item()
 
 
+def mean_of(values: torch.Tensor, groups: ParallelGroups, device: torch.device) -> float:
+    """Mean over all replicas of ``values`` (the last stage's count), known to every rank. Collective: every rank."""
+    sums = torch.tensor([values.double().sum(), len(values)], dtype=torch.float64, device=device)
+    total, count = broadcast_from(sum_over(sums, groups.data), groups.last_stage_rank, groups.pipeline).tolist()
+    return float(total / max(count, 1.0))
+
+
 def q_errors(table: torch.Tensor) -> dict[str, float]:
     """Q error of each direction, norm(X - decoded) / norm(X), mean over boundaries; absent where nothing crossed."""
     metrics = {}

@@ -22,7 +22,7 @@ from megatron_grpo.parallel.link import Kind
 from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.rollout.sampler import SamplingRule
 from megatron_grpo.training.loss import ReadLogprobs, Replay, model_inputs
-from megatron_grpo.training.measure import Measure, RolloutFigures, gap_median
+from megatron_grpo.training.measure import Measure, RolloutFigures, mean_of
 from megatron_grpo.training.policy import Policy
 from megatron_grpo.training.scoring import Scorer, Scores
 from megatron_grpo.training.tick import TickRunner
@@ -48,7 +48,7 @@ class StepRunner:
         self._reference = policy.engine.weights() if cfg.grpo.kl_coef > 0 else None
         self._measure = Measure(policy, cfg.grpo)
         self.ticks = TickRunner(cfg, policy)
-        self._gap: float | None = None  # median |dense - codec| log-prob, as last measured; for rollout.path=auto
+        self._gap: float | None = None  # mean |dense - codec| log-prob, as last measured; for rollout.path=auto
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the engine and the codecs."""
@@ -62,24 +62,24 @@ class StepRunner:
         """Fit the first basis of ``boundary.basis=self`` and measure the first gap of ``rollout.path=auto``.
 
         Collective: every rank, before the first step. ``boundary.calibration`` sequences are sampled uncompressed, so
-        that both ends see the same rows and fit alike; where gradients are coded by something fitted, one uncompressed
-        training pass teaches that. All of it counts as basis.
+        that both ends see the same rows and fit alike; where gradients teach anything, one training pass through that
+        fit brings them back uncompressed. The gap is that of other sequences than were fitted on. All of it counts as
+        basis.
         """
         policy = self._policy
-        if not (self._owns_basis or self._measures_gap):
-            return
-        batch = self._calibration_batch()
         if self._owns_basis:
-            if policy.boundaries.learns_backward:
-                self.ticks.observe(self._whole_replay(batch), Pass("basis", dense=True, observe="both"))
-            policy.link.refresh(policy.groups.data)
-            policy.boundaries.commit()
-            if policy.boundaries.learns_from_gradients:
-                self.ticks.observe(self._whole_replay(batch), Pass("basis", observe="sender"))
-                policy.link.refresh_from_sender(policy.groups.data)
-                policy.boundaries.commit()
+            replay = self._whole_replay(self._calibration_batch())
+            self._fit_alike()
+            if policy.boundaries.learns_backward or policy.boundaries.learns_from_gradients:
+                self.ticks.observe(replay, Pass("basis", observe="gradients"))
+                self._fit_alike()
         if self._measures_gap:
-            self._gap = self._measure_gap(batch, dense=False)
+            self._gap = self._measure_gap(self._unseen_batch(), dense=False)
+
+    def _fit_alike(self) -> None:
+        """Put to use what both ends have learned."""
+        self._policy.link.refresh(self._policy.groups.data)
+        self._policy.boundaries.commit()
 
     def run(self, step: int) -> list[Row]:
         """Step ``step``: one row for each of its ticks, equal on every rank."""
@@ -93,9 +93,7 @@ class StepRunner:
         replays_start = time.perf_counter()
         replays = self._replays(step, batch, by_codec=by_codec)
         if self._measures_gap and gap_due(step, cfg.boundary.refresh_steps):
-            size, micro = cfg.grpo.group_size, cfg.train.micro_batch
-            few = size if size <= micro else min(lcm(size, micro), len(batch))  # in micro-batches of one shape
-            self._gap = self._measure_gap(batch.rows(0, few), dense=by_codec)
+            self._gap = self._measure_gap(batch.rows(0, self._gap_sequences), dense=by_codec)
         old_seconds = time.perf_counter() - replays_start
         rows = []
         for number, replay in enumerate(replays):
@@ -228,17 +226,31 @@ class StepRunner:
         return ~torch.isin(last, ends)
 
     def _calibration_batch(self) -> Batch:
-        """Sampled uncompressed, scored, of whole micro-batches on every replica."""
+        """Sampled uncompressed before both ends' eyes, scored, of whole micro-batches on every replica."""
         cfg, groups = self._cfg, self._policy.groups
         size = cfg.grpo.group_size
         unit = lcm(size, cfg.train.micro_batch) // size * groups.layout.data  # prompts
         prompts = -(-cfg.boundary.calibration // (size * unit)) * unit
         problems, row_ids = self._deal(0, prompts)
         rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, 0, "calibration"))
-        plan = Pass("basis", dense=True, observe="both" if self._owns_basis else None)
-        batch, scores, _ = self._sample(problems, row_ids, rule, plan)
+        batch, scores, _ = self._sample(problems, row_ids, rule, Pass("basis", dense=True, observe="both"))
         advantages_BG = group_advantages(scores.reward_B.view(-1, size), eps=cfg.grpo.eps, std=cfg.grpo.std)
         return batch.with_advantages(advantages_BG.reshape(-1))
+
+    def _unseen_batch(self) -> Batch:
+        """As many sequences as a gap is measured on, sampled uncompressed, of the second step's prompts."""
+        cfg = self._cfg
+        prompts = self._gap_sequences // cfg.grpo.group_size * self._policy.groups.layout.data
+        problems, row_ids = self._deal(cfg.grpo.prompts_per_step, prompts)
+        rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, 0, "gap"))
+        return self._sample(problems, row_ids, rule, Pass("basis", dense=True))[0]
+
+    @property
+    def _gap_sequences(self) -> int:
+        """Sequences of a replica that a gap is measured on: a group, in micro-batches of one shape."""
+        cfg = self._cfg
+        size, micro = cfg.grpo.group_size, cfg.train.micro_batch
+        return size if size <= micro else min(lcm(size, micro), cfg.rows_per_minibatch * cfg.grpo.minibatches)
 
     def _whole_replay(self, batch: Batch) -> Replay:
         """A batch as one minibatch with ratio 1."""
@@ -247,14 +259,14 @@ class StepRunner:
         return Replay(batch, None, None, tokens=int(tokens), sequences=len(batch) * data.size())
 
     def _measure_gap(self, batch: Batch, *, dense: bool) -> float:
-        """Median |trainer - sampler| log-prob of ``batch`` through the other path than it was sampled by.
+        """Mean |trainer - sampler| log-prob of ``batch`` through the other path than it was sampled by.
 
-        Collective: every rank.
+        The mean and not the median: most tokens are all but certain by either path. Collective: every rank.
         """
         policy, mask_BR = self._policy, batch.response_mask_BR
         logp_BR = self._logprobs(self._whole_replay(batch), uncompressed=dense, kind="basis")
         gaps = (logp_BR - batch.sampler_logp_BR).abs()[mask_BR]
-        return gap_median(gaps if policy.groups.is_last_stage else gaps[:0], policy.groups, policy.device)
+        return mean_of(gaps if policy.groups.is_last_stage else gaps[:0], policy.groups, policy.device)
 
     def _replays(self, step: int, batch: Batch, *, by_codec: bool) -> list[Replay]:
         """The step's minibatches with their old log-probs and global denominators."""
@@ -291,14 +303,14 @@ class StepRunner:
 
 
 def refresh_due(steps: int, every: int) -> bool:
-    """Whether a basis is refreshed after so many steps: at every multiple, and before the first at powers of two.
+    """Whether a basis is refreshed after so many steps: at every multiple, and before the first at 2, 4, 8 ...
 
     The first fit rests on few rows; each refresh of a young basis gains more than a late one.
     """
-    return steps % every == 0 or (steps < every and steps & (steps - 1) == 0)
+    return steps % every == 0 or (1 < steps < every and steps & (steps - 1) == 0)
 
 
 def gap_due(step: int, every: int) -> bool:
     """Whether the gap is measured in ``step``: the first one that crosses by a refreshed basis, and every multiple,
     which crosses by that of the refresh before it."""
-    return step == 1 or (step > 0 and step % every == 0)
+    return step > 0 and (step == min(2, every) or step % every == 0)

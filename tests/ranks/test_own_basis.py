@@ -52,17 +52,22 @@ def config_of(layout: Layout, **sections: dict[str, Any]) -> Config:
 class Sent:
     """Rows that this rank sent in one pass after another."""
 
-    calls: list[tuple[str, Pass, torch.Tensor]] = field(default_factory=list)
+    calls: list[tuple[int, Direction, Pass, torch.Tensor]] = field(default_factory=list)
     flats: list[Flats] = field(default_factory=list)
 
-    def gram(self, name: str, observe: str, dtype: torch.dtype) -> torch.Tensor:
-        """Sum of X^T X, fp64, of what ``name`` sent, as ``dtype``, in passes that ``observe`` learn from."""
-        parts = [x.to(dtype).double() for sent, plan, x in self.calls if sent == name and plan.observe == observe]
+    def gram(self, name: str, *, both: bool, dtype: torch.dtype) -> torch.Tensor:
+        """Sum of X^T X, fp64, of what ``name`` sent, as ``dtype``, where both ends or the sender learned from it."""
+        parts = [
+            x.to(dtype).double()
+            for index, way, plan, x in self.calls
+            if f"{index} {way}" == name and (plan.teaches_both(way) if both else plan.observe == "sender")
+        ]
         return sum((x.T @ x for x in parts), torch.zeros(H, H, dtype=torch.float64))
 
     def bytes(self, kind: str, dense: int, coded: int) -> int:
         """rows x bytes of one, of every pass of ``kind``."""
-        return sum(len(x) * (dense if plan.dense else coded) for _, plan, x in self.calls if plan.kind == kind)
+        calls = [(way, plan, x) for _, way, plan, x in self.calls if plan.kind == kind]
+        return sum(len(x) * (dense if plan.dense_in(way) else coded) for way, plan, x in calls)
 
 
 @contextmanager
@@ -71,7 +76,7 @@ def recording(policy: Policy) -> Iterator[Sent]:
     sent, encode = Sent(), Crossing.encode
 
     def spied(self: Crossing, direction: Direction, x_NH: torch.Tensor, rows: Rows, plan: Pass) -> Encoded:
-        sent.calls.append((f"{self.codecs.index} {direction}", plan, x_NH.detach().clone()))
+        sent.calls.append((self.codecs.index, direction, plan, x_NH.detach().clone()))
         sent.flats.append(flats_of(policy))
         return encode(self, direction, x_NH, rows, plan)
 
@@ -129,11 +134,12 @@ def calibrated(policy: Policy, runner: StepRunner, dtype: torch.dtype) -> Fit:
     return Fit(
         before=before,
         after=flats_of(policy),
-        grams={name: sent.gram(name, "both", dtype) for name in before},
+        grams={name: sent.gram(name, both=True, dtype=dtype) for name in before},
         wire=wire.bytes(forward=True) + wire.bytes(forward=False),
         ledger=basis_bytes(policy, "pipeline"),
         reduced=basis_bytes(policy, "data"),
-        # each end sends 8 bytes a learner; rows cross uncompressed but for the measurement of the gap
+        # each end sends 8 bytes a learner; rows cross as they are but for the measurement of the gap and the forward
+        # rows of the pass that brings back gradients
         expected=sent.bytes("basis", H * dtype.itemsize, R * dtype.itemsize) + ids + 8 * learners,
     )
 
@@ -154,12 +160,12 @@ def stepped(policy: Policy, runner: StepRunner, step: int) -> Fit:
     before = flats_of(policy)
     with recording(policy) as sent, mock.patch.object(policy.link, "refresh_from_sender", tapped):
         runner.run(step)
-    sends = {name for name, _, _ in sent.calls}
+    sends = {f"{index} {way}" for index, way, _, _ in sent.calls}
     still = all(torch.equal(q, before[name][:H].float()) for name, q in in_use(policy).items())
     return Fit(
         before=before,
         after=flats_of(policy),
-        grams={name: sent.gram(name, "sender", torch.float32) for name in before},
+        grams={name: sent.gram(name, both=False, dtype=torch.float32) for name in before},
         **bytes_of,
         expected=sum((H + 1) * R * before[name].itemsize for name in sends),
         quiet=still and all(same(flats, before) for flats in sent.flats + at_the_end),
@@ -167,15 +173,15 @@ def stepped(policy: Policy, runner: StepRunner, step: int) -> Fit:
 
 
 def fits(rank: int, world: int, layout: Layout, payload: str) -> list[Fit]:
-    """The calibration, two steps that end with a refresh, one that does not, and one that does."""
+    """The calibration, and twice a step that does not end with a refresh and one that does; the former is left out."""
     cfg = config_of(layout, boundary=SELF | {"payload": payload}, rollout={"path": "auto"})
     with policy_of(cfg) as policy:
         runner = runner_of(cfg, policy)
         found = [calibrated(policy, runner, DTYPES[payload])]
-        found += [stepped(policy, runner, step) for step in (0, 1)]
-        runner.run(2)
-        assert same(flats_of(policy), found[-1].after)
-        found.append(stepped(policy, runner, 3))
+        for step in (0, 2):
+            runner.run(step)
+            assert same(flats_of(policy), found[-1].after)
+            found.append(stepped(policy, runner, step + 1))
         return found
 
 
@@ -255,9 +261,9 @@ def test_refreshes_are_due_early_and_then_at_every_multiple() -> None:
     def due(every: int) -> list[int]:
         return [steps for steps in range(1, 41) if refresh_due(steps, every)]
 
-    assert due(16) == [1, 2, 4, 8, 16, 32]
-    assert due(10) == [1, 2, 4, 8, 10, 20, 30, 40]
-    assert due(2) == [1, *range(2, 41, 2)]
+    assert due(16) == [2, 4, 8, 16, 32]
+    assert due(10) == [2, 4, 8, 10, 20, 30, 40]
+    assert due(2) == list(range(2, 41, 2))
     assert due(1) == list(range(1, 41))
 
 
@@ -311,7 +317,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, sectio
 
 
 def measured(rank: int, world: int) -> tuple[bool, float]:
-    """Groups of 6 in micro-batches of 4: whether calibrating left nothing, and by how much step 1 moved the gap."""
+    """Groups of 6 in micro-batches of 4: whether calibrating left nothing, and by how much step 2 moved the gap."""
     cfg = config_of(
         Layout(pipeline=2),
         boundary={"codec": None, "payload": None, "forward_budget": 0.5, "backward_budget": 0.3, "calibration": 8},
@@ -323,9 +329,10 @@ def measured(rank: int, world: int) -> tuple[bool, float]:
         runner = runner_of(cfg, policy)
         runner.calibrate()
         lost = [crossing.codecs.backward.state_dict()["lost"] for crossing in policy.boundaries.crossings.values()]
-        runner.run(0)
+        for step in (0, 1):
+            runner.run(step)
         gap = runner.state_dict()["gap"]
-        runner.run(1)
+        runner.run(2)
         return lost == [None], abs(runner.state_dict()["gap"] - gap)
 
 
@@ -336,7 +343,7 @@ def test_gap_is_measured_in_whole_groups_and_micro_batches() -> None:
 
 
 def test_gap_is_due_once_a_basis_has_been_refreshed() -> None:
-    assert [step for step in range(40) if gap_due(step, 16)] == [1, 16, 32]
+    assert [step for step in range(40) if gap_due(step, 16)] == [2, 16, 32]
     assert [step for step in range(5) if gap_due(step, 1)] == [1, 2, 3, 4]
 
 
@@ -364,7 +371,7 @@ def densely(rank: int, world: int, boundary: dict[str, Any]) -> Densely:
             staged.append(flats_of(policy))
             coding.append(in_use(policy))
             if step == 0:
-                grams = {name: sent.gram(name, "both", torch.bfloat16) for name in staged[0]}
+                grams = {name: sent.gram(name, both=True, dtype=torch.bfloat16) for name in staged[0]}
         return Densely(rows, staged, coding, grams)
 
 
@@ -418,8 +425,8 @@ def paths(rank: int, world: int, layout: Layout, arms: list[dict[str, Any]]) -> 
             runner.run(0)
             with recording(policy) as sent:
                 (row,) = runner.run(1)
-            dense = {plan.dense for _, plan, _ in sent.calls if plan.kind == "rollout"}
-            found.append((dense, runner.state_dict()["gap"], row["rollout/logprob_gap_median"]))
+            dense = {plan.dense for _, _, plan, _ in sent.calls if plan.kind == "rollout"}
+            found.append((dense, runner.state_dict()["gap"], row["rollout/logprob_gap"]))
     return found
 
 
@@ -439,7 +446,7 @@ def test_auto_samples_through_the_codec_where_the_gap_is_small(name: str) -> Non
         assert poor[0] == {True}
         assert identity[0] == {True} and identity[1] is None  # nothing is coded: no gap, and nothing to measure
         assert full[1] < 1e-4
-        assert poor[1] > 0.05 and 0.0 < allowed[1] < 50.0
+        assert poor[1] > 0.1 and 0.0 < allowed[1] < 50.0
         # a step sampled dense and trained through the codec measures the same thing, on the same samples
         assert poor[1] == pytest.approx(poor[2], rel=1e-5)
         # one policy samples and trains, the gap to the other path remains

@@ -357,6 +357,8 @@ def test_the_command_writes_json_and_a_figure(
     [
         ({"shares": "0.1,x"}, "--bytes=0.1,x: is no list of numbers"),
         ({"shares": "0.1,1.5"}, "--bytes=1.5: must be above 0"),
+        ({"shares": "0.1,0.9"}, "--bytes=0.9: .* take a share from 0.0111 to 0.5104 with payload waterfill"),
+        ({"device": "nothing"}, "--device=nothing: .*; use cpu, or leave it out"),
         ({"after": "2,9"}, "--after=2,9: must rise from 1 to 3"),
         ({"after": "3,2"}, "--after=3,2"),
         ({"boundaries": 4}, "--boundaries=4: the model has 4 layers"),

@@ -41,6 +41,14 @@ def test_plan_shows_geometry(home: Path) -> None:
         assert part in output
 
 
+@pytest.mark.parametrize(
+    "overrides", [["boundary.forward_budget=0.001"], ["boundary.rank=97", "boundary.forward_payload=int8"]]
+)
+def test_plan_of_a_size_that_no_codec_takes(home: Path, overrides: list[str]) -> None:
+    code, output = run("plan", home / "run.yaml", *overrides)
+    assert code == 2 and f"config error: {overrides[0]}" in output and "Traceback" not in output
+
+
 def test_plan_reports_every_error_and_exits_2(home: Path) -> None:
     code, output = run("plan", home / "run.yaml", "boundary.rank=900", "grpo.prompts_per_step=15")
     assert code == 2

@@ -89,7 +89,7 @@ def test_defaults_are_those_of_the_design(home: Path) -> None:
     assert [boundary.rank_of(hidden) for hidden in (96, 3)] == [5, 3]
     assert (anchor.enabled, anchor.cadence, anchor.delay, anchor.beta) == (False, 5, 5, 0.5)
     assert (config.merger.kind, config.merger.alpha) == ("signed_ema", 0.82)
-    assert (rollout.path, rollout.gap_limit) == ("auto", 0.05)
+    assert (rollout.path, rollout.gap_limit) == ("auto", 0.1)
     assert (config.optim.lr, config.optim.clip, config.grpo.eps) == (5e-5, 1.0, 1e-6)
 
 
@@ -284,10 +284,21 @@ def test_the_tokenizer_is_the_models_unless_given(home: Path) -> None:
     assert load(home, "tokenizer.path=words").tokenizer.path == str(home / "words")
 
 
-def test_the_resolved_file_reads_back_as_the_same_config(home: Path) -> None:
-    config = load(home, "grpo.eps=1e-9", "grpo.dual_clip=null", "boundary.links=[pipeline]")
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["boundary.codec=lowrank"], ["boundary.codec=identity"], ["boundary.payload=int4", "boundary.budget=0.1"]],
+)
+def test_the_resolved_file_reads_back_as_the_same_config(home: Path, overrides: list[str]) -> None:
+    """With what is left out written down, so that it means the same when defaults have changed."""
+    config = load(home, "grpo.eps=1e-9", "grpo.dual_clip=null", "boundary.links=[pipeline]", *overrides)
     write_resolved(config, home / "resolved.yaml")
-    assert load_config(home / "resolved.yaml") == config
+    again = load_config(home / "resolved.yaml")
+    assert again.model_copy(update={"boundary": config.boundary}) == config
+    assert again.boundary == config.boundary.resolved() == config.boundary.resolved().resolved()
+    assert again.dump() == config.dump()
+    written = config.dump()["boundary"]
+    assert all(written[f"{way}_{key}"] is not None for way in DIRECTIONS for key in ("codec", "payload", "budget"))
+    assert written["predict"] == config.boundary.prediction and written["error_feedback"] is config.boundary.feeds_back
     assert [path.name for path in home.iterdir() if path.name.startswith(".")] == []
     assert yaml.safe_load((home / "resolved.yaml").read_text()) == config.dump()
 
@@ -335,7 +346,15 @@ def test_a_combination_that_cannot_work_is_named(home: Path, override: str, line
         ),
         (
             ["boundary.backward_codec=lowrank", "boundary.rounding=stochastic"],
-            "boundary.rounding=stochastic: lowrank in bfloat16 has no codes to round",
+            "boundary.rounding=stochastic: lowrank in bfloat16 is not rounded at random",
+        ),
+        (
+            ["boundary.codec=lowrank", "boundary.payload=waterfill", "boundary.rounding=stochastic"],
+            "boundary.rounding=stochastic: lowrank in waterfill is not rounded at random",
+        ),
+        (
+            ["boundary.codec=identity", "boundary.forward_codec=lowrank", "boundary.backward_codec=identity"],
+            "boundary.codec=identity: has no effect beside forward_codec=lowrank and backward_codec=identity",
         ),
         (
             ["boundary.codec=lowrank", "boundary.predict=embedding"],

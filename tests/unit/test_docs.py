@@ -1,5 +1,6 @@
 """The documents against the code: commands, keys, defaults, metrics, links and paths that they name exist."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,10 @@ def test_cli_commands_in_the_readme_are_all_there_are() -> None:
     assert CliRunner().invoke(app, ["--help"]).exit_code == 0
     named = {words[words.index("megatron-grpo") + 1] for words in commands() if "megatron-grpo" in words}
     assert named == set(get_command(app).commands)
+
+
+def test_the_studys_results_are_of_its_arms_and_seeds() -> None:
+    folder = ROOT / "examples/k_staleness"
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))["arms"]
+    planned = {arm.name: [run.seed for run in arm.runs] for arm in load_sweep(folder / "sweep.yaml").arms}
+    assert {name: arm["seeds"] for name, arm in results.items()} == planned

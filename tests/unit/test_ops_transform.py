@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from megatron_grpo.ops.rows import Walk, carrying_rows
 from megatron_grpo.ops.transform import (
     FLAT_SHARE,
     Moments,
@@ -166,6 +167,34 @@ def test_prediction_removes_what_the_row_before_explains() -> None:
     error = _quantised(x_TH[1:], encode_rows(predicting, x_TH, before_TH)[1][1:])
     error_alone = _quantised(x_TH[1:], encode_rows(alone, x_TH)[1][1:])
     assert error == pytest.approx(0.36 * error_alone, rel=0.06)
+
+
+def test_chained_rows_are_coded_after_the_row_before_as_decoded() -> None:
+    """Against one row after the other, the row before a plain part of the context; some huge, one not finite."""
+    hidden, x_TH = 24, _coloured(80, 24, seed=1)
+    for t in range(2, 80, 2):
+        x_TH[t] = 0.8 * x_TH[t - 2] + 0.6 * x_TH[t]  # two sequences side by side
+    x_TH[20] = x_TH[33] = 4000 * torch.nn.functional.one_hot(torch.tensor(3), hidden).float()
+    rows = carrying_rows(torch.ones(2, 40, dtype=torch.bool))
+    before_N = rows.previous()
+    before_TH = torch.where(before_N[:, None] < 0, 0.0, unit_rows(x_TH)[before_N])
+    moments = _moments(x_TH, before_TH)
+    plain = fit(moments, waterfill_spec(hidden, hidden, share=0.3))
+    chained = fit(moments, waterfill_spec(hidden, hidden, share=0.3, chained=True))
+    x_TH[50, 3] = math.inf
+    expected_TH = torch.zeros(80, hidden)
+    for n, before in enumerate(before_N.tolist()):
+        known_1H = (
+            unit_rows(expected_TH[before : before + 1]).nan_to_num(nan=0.0) if before >= 0 else torch.zeros(1, hidden)
+        )
+        expected_TH[n] = encode_rows(plain, x_TH[n : n + 1], known_1H)[1]
+    payload, decoded_TH = encode_rows(chained, x_TH, None, Walk(rows, "x", hidden))
+    torch.testing.assert_close(decoded_TH, expected_TH, equal_nan=True, rtol=1e-3, atol=1e-3)
+    assert decoded_TH[50].isnan().all() and decoded_TH[52:].isfinite().all()
+    received_TH = decode_rows(chained, payload, 80, None, Walk(rows, "x", hidden))
+    torch.testing.assert_close(received_TH, decoded_TH, equal_nan=True, rtol=0, atol=0)
+    with pytest.raises(AssertionError, match="along a walk"):
+        encode_rows(chained, x_TH)
 
 
 def test_moments_of_parts_add_up_to_those_of_the_whole() -> None:

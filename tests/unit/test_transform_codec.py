@@ -138,7 +138,7 @@ def test_payloads_have_the_promised_bytes() -> None:
 
 @pytest.mark.parametrize("predict", PREDICTIONS)
 def test_no_rows_zero_rows_and_bad_rows(predict: str) -> None:
-    """A row that is not finite is NaN at both ends, and at most its sequence's later rows, which know it, are too."""
+    """A row that is not finite is NaN at both ends, and no other; what follows it in its sequence changes."""
     ends, x_SBH = two_ends(predict), hidden_states(9)
     empty = carrying_rows(torch.zeros(B, S, dtype=torch.bool), TOKENS)
     assert sent(*ends, torch.empty(0, H), empty).shape == (0, H)
@@ -146,7 +146,11 @@ def test_no_rows_zero_rows_and_bad_rows(predict: str) -> None:
     x_SBH[2, 3, 5], x_SBH[6, 4] = torch.inf, 0.0
     decoded_SBH = WHOLE.scatter(sent(*ends, WHOLE.select(x_SBH), WHOLE), S)
     assert bool(decoded_SBH[2, 3].isnan().all()) and not decoded_SBH[6, 4].any()
-    x_SBH[2:, 3] = x_SBH[6, 4] = good_SBH[2:, 3] = good_SBH[6, 4] = decoded_SBH[2:, 3] = decoded_SBH[6, 4] = 0.0
+    decoded_SBH[2, 3] = good_SBH[2, 3] = decoded_SBH[6, 4] = good_SBH[6, 4] = 0.0
+    assert bool(decoded_SBH.isfinite().all())
+    assert error(decoded_SBH[3:, 3], x_SBH[3:, 3]) < 0.6
+    if predict == "embedding+previous":
+        decoded_SBH[3:, 3] = good_SBH[3:, 3] = 0.0
     assert torch.equal(decoded_SBH, good_SBH)
 
 
@@ -249,8 +253,8 @@ def test_a_fit_remembers_half_of_what_was_before_over_a_resume() -> None:
     assert (fresh.current.weights_FH - expected.weights_FH).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("observe", ["sender", "both"])
-def test_gradients_teach_the_rows_that_go_forward(observe: Literal["sender", "both"]) -> None:
+@pytest.mark.parametrize("observe", ["sender", "both", "gradients"])
+def test_gradients_teach_the_rows_that_go_forward(observe: Literal["sender", "both", "gradients"]) -> None:
     """As the forward sender decodes them, and where both ends learn, at the gradient's sender, too; once at each."""
     x_NH, grad_NH = WHOLE.select(hidden_states(1)), WHOLE.select(hidden_states(2))
     plan = Pass("basis", dense=observe == "both", observe=observe)
@@ -261,11 +265,25 @@ def test_gradients_teach_the_rows_that_go_forward(observe: Literal["sender", "bo
     upper, lower = (ends[index].codecs.forward.learner for index in range(2))
     assert isinstance(upper, Transform) and isinstance(lower, Transform)
     assert torch.equal(lower.sums()[2], received_NH.T @ received_NH) and lower.sums()[1][3] > 0
-    assert lower.sums()[1][0] == N
-    if observe == "both":
+    assert lower.sums()[1][0] == (0 if observe == "gradients" else N)
+    assert torch.equal(received_NH, grad_NH.bfloat16().float()) == (observe != "sender")
+    if observe != "sender":
         assert torch.equal(upper.sums()[2], lower.sums()[2])
     else:
         assert not upper.is_open
+
+
+def test_gradients_alone_let_no_row_fade() -> None:
+    learner = codecs().forward.learner
+    assert isinstance(learner, Transform)
+    learner.observe(WHOLE.select(hidden_states(1)), WHOLE)
+    learner.stage()
+    rows, *_ = before = [part.clone() for part in learner.state_dict()["history"]]
+    learner.observe_gradient(WHOLE.select(hidden_states(2)))
+    learner.stage()
+    after = learner.state_dict()["history"]
+    assert torch.equal(after[0], rows) and torch.equal(after[1][:3], before[1][:3])
+    assert after[1][3] == N and not torch.equal(after[2], before[2])
 
 
 @pytest.mark.parametrize("settings", [{"metric": "none"}, {"basis": "random"}])

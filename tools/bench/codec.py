@@ -5,8 +5,9 @@ is compared is timed in turns, so that a busy machine slows all of it alike; med
 
 - ``formats``: each at 5 % of the bytes of a bfloat16 crossing. ``encode`` and ``decode`` are what the format adds to
   the two matrix products x Q and P Q^T (numbers to bytes, bytes to numbers), ``products`` these two at the rank that
-  the format affords, ``ratio`` the first two over the third. token_waterfill has no basis: its whole encode and decode
-  are set against the products of bfloat16.
+  the format affords, ``ratio`` the first two over the third. Of waterfill and token_waterfill the whole encode and
+  decode are timed, as a run has them; the latter has no basis and is set against the products of bfloat16.
+  ``column_ms`` is both over the columns of 32 sequences: with the row before as a predictor they are coded one by one.
 - ``packing``: 2**21 codes of 1 to 8 bits, packed and unpacked, results allocated, over a copy of as many float32
   numbers into memory that is there already. The goals are upper bounds for the worst width.
 
@@ -20,18 +21,24 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from megatron_grpo.ops.bits import pack_bits, packed_bytes, unpack_bits
+from megatron_grpo.boundary.build import build_codecs
+from megatron_grpo.boundary.transform import Predict, TransformCodec
+from megatron_grpo.config import BoundaryConfig
+from megatron_grpo.ops.bits import pack_bits, unpack_bits
 from megatron_grpo.ops.lowrank import random_basis
-from megatron_grpo.ops.quantize import absmax_codes, absmax_values, allocate_bits, mixed_codes, mixed_values
+from megatron_grpo.ops.quantize import absmax_codes, absmax_values
+from megatron_grpo.ops.rows import Rows, carrying_rows
 from megatron_grpo.ops.token_waterfill import Rotation, decode, encode
 
 GOALS = {"pack_over_copy": 2.0, "unpack_over_copy": 2.0}
 SHARE = 0.05
 BFLOAT16_BITS = 16
+SEQUENCES = 32
+VOCABULARY = 1000
 PACKED = 2**21
 """Codes that are packed: enough for the work, not the calls, to be what is timed."""
 
@@ -72,27 +79,16 @@ def whitened(hidden: int, bits: int) -> Format:
     return rank, pack, unpack
 
 
-def waterfill(hidden: int) -> Format:
-    """Gaussian codes, bits by the channels' variance, which falls by a factor of e every H / 8 channels."""
-    variance_H = torch.exp(torch.arange(hidden) * (-8.0 / hidden))
-    bits_H = allocate_bits(variance_H, int(SHARE * BFLOAT16_BITS * hidden))  # falls with the variance
-    widths, counts = torch.unique_consecutive(bits_H[bits_H > 0], return_counts=True)
-    pieces = list(zip(widths.tolist(), counts.tolist(), strict=True))
-    bits_r = bits_H[bits_H > 0].to(torch.int32)
-    rank = len(bits_r)
-
-    def pack(p_Nr: torch.Tensor) -> torch.Tensor:
-        parts = torch.split(mixed_codes(p_Nr, bits_r), [count for _, count in pieces], dim=1)
-        return torch.cat([pack_bits(codes, bits) for codes, (bits, _) in zip(parts, pieces, strict=True)])
-
-    def unpack(packed: torch.Tensor) -> torch.Tensor:
-        rows, codes, start = len(packed) * 8 // int(bits_H.sum()), [], 0
-        for bits, count in pieces:
-            codes.append(unpack_bits(packed[start:], rows * count, bits).view(rows, count))
-            start += packed_bytes(rows * count, bits)
-        return mixed_values(torch.cat(codes, dim=1), bits_r)
-
-    return rank, pack, unpack
+def forward_codec(hidden: int, rows: Rows, x_NH: torch.Tensor, predict: Predict) -> TransformCodec:
+    """What crosses forward by default, fitted on the rows."""
+    embedding_VH = torch.randn(VOCABULARY, hidden, generator=torch.Generator().manual_seed(1))
+    cfg = BoundaryConfig(predict=predict, forward_budget=SHARE)
+    codec = build_codecs(cfg, hidden=hidden, index=0, seed=0, embedding_VH=embedding_VH).forward
+    assert isinstance(codec, TransformCodec)
+    codec.learner.observe(x_NH, rows)
+    codec.learner.stage()
+    codec.learner.commit()
+    return codec
 
 
 def products(x_NH: torch.Tensor, basis_Hr: torch.Tensor) -> torch.Tensor:
@@ -102,8 +98,7 @@ def products(x_NH: torch.Tensor, basis_Hr: torch.Tensor) -> torch.Tensor:
 
 def measure_formats(rows: int, hidden: int, repeats: int) -> dict[str, dict[str, float]]:
     """Seconds and ratios by format."""
-    formats = {"bfloat16": bfloat16(hidden), "waterfill": waterfill(hidden)}
-    formats |= {f"int{bits}": whitened(hidden, bits) for bits in (8, 4, 3)}
+    formats = {"bfloat16": bfloat16(hidden)} | {f"int{bits}": whitened(hidden, bits) for bits in (8, 4, 3)}
     generator = torch.Generator().manual_seed(0)
     x_NH = torch.randn(rows, hidden, generator=generator) * torch.exp(torch.randn(rows, 1, generator=generator))
     unit_NH = torch.randn(rows, hidden, generator=generator)
@@ -120,6 +115,20 @@ def measure_formats(rows: int, hidden: int, repeats: int) -> dict[str, dict[str,
         partial(products, x_NH, basis_Hr),
     ]
     report["token_waterfill"] = compared(median_times(works, repeats))
+    columns = rows // SEQUENCES
+    x_NH, known = x_NH[: columns * SEQUENCES], torch.randint(0, VOCABULARY, (SEQUENCES, columns), generator=generator)
+    places = carrying_rows(torch.ones(SEQUENCES, columns, dtype=torch.bool), known)
+    for predict in get_args(Predict):
+        codec = forward_codec(hidden, places, x_NH, predict)
+        basis_HA = codec.learner.current.basis_HK[:, : codec.learner.current.active]
+        works = [
+            partial(codec.encode, x_NH, places),
+            partial(codec.decode, codec.encode(x_NH, places).payload, places, torch.float32),
+            partial(products, x_NH, basis_HA),
+        ]
+        found = compared(median_times(works, repeats))
+        found["column_ms"] = round((found["encode_ms"] + found["decode_ms"]) / columns, 3)
+        report[f"waterfill, {predict}"] = found | {"rank": basis_HA.shape[1]}
     return report
 
 

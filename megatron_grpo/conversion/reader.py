@@ -13,6 +13,8 @@ from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import ModelShape
 from megatron_grpo.conversion.names import DERIVED_ENDINGS, Weight, embedding_name, head_name, hf_shapes
 
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What safetensors calls the numbers of models."""
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -103,6 +105,19 @@ class HFReader:
         """safetensors dtype of ``name`` (such as ``F32`` or ``BF16``), from the header alone."""
         return str(self._file(name).get_slice(self._stored[name]).get_dtype())
 
+    def weight_dtype(self, weight: Weight) -> torch.dtype:
+        """The one dtype of the tensors that ``weight`` is made of.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        found = sorted({self.dtype_of(name) for name in weight.hf})
+        if len(found) > 1:
+            raise ConfigError(
+                f"{' and '.join(weight.hf)} make one Megatron tensor and are {' and '.join(found)}; give --dtype"
+            )
+        return DTYPES[found[0]]
+
     def _file(self, name: str) -> Any:
         if name not in self._stored:
             raise ConfigError(f"tensor {name} is missing from {self._directory}; fetch the model again")
@@ -115,9 +130,8 @@ class HFReader:
                 handle = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path} is not a readable safetensors file ({error}); fetch it again") from error
-            absent = sorted(
-                name for name, file in self._file_of.items() if file == file_name and name not in set(handle.keys())
-            )
+            held = set(handle.keys())
+            absent = sorted(name for name, file in self._file_of.items() if file == file_name and name not in held)
             if absent:
                 raise ConfigError(f"{INDEX_FILE} puts tensor {absent[0]} in {path}, which lacks it; fetch both again")
             self._open_files[file_name] = handle
@@ -163,7 +177,7 @@ def check_tensors(reader: HFReader, shape: ModelShape) -> None:
                 f"tensor {name} in {reader.directory} has shape {list(found)}, but config.json makes it "
                 f"{list(wanted)}; use the config.json and weights of the same model"
             )
-        if reader.dtype_of(name) not in ("F64", "F32", "F16", "BF16"):
+        if reader.dtype_of(name) not in DTYPES:
             raise ConfigError(
                 f"tensor {name} in {reader.directory} is {reader.dtype_of(name)}; use unquantized weights"
             )

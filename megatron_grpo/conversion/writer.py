@@ -12,16 +12,10 @@ from typing import BinaryIO, Self
 import torch
 
 from megatron_grpo.config import ConfigError
-from megatron_grpo.conversion.reader import INDEX_FILE, WEIGHTS_FILE, read_hf_config
+from megatron_grpo.conversion.reader import DTYPES, INDEX_FILE, WEIGHTS_FILE, read_hf_config
 
 MAX_FILE_BYTES = 5_000_000_000
-DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
-DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",

@@ -38,3 +38,8 @@ def random_model(name: str, folder: Path, **changes: Any) -> Path:
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return folder
+
+
+def ids_of(columns: int = 20) -> torch.Tensor:
+    """Token ids ``[2, columns]``, always the same."""
+    return torch.randint(0, 61, (2, columns), generator=torch.Generator().manual_seed(2))

@@ -12,11 +12,7 @@ from megatron_grpo.backends.megatron.model import build_stage
 from megatron_grpo.conversion.families import model_shape
 from megatron_grpo.parallel.groups import Layout, build_groups
 from tests.harness import run_ranks
-from tests.models import MODELS, random_model
-
-
-def ids_of(columns: int = 20) -> torch.Tensor:
-    return torch.randint(0, 61, (2, columns), generator=torch.Generator().manual_seed(2))
+from tests.models import MODELS, ids_of, random_model
 
 
 def logits(rank: int, world: int, path: Path) -> torch.Tensor:

@@ -220,12 +220,14 @@ def convert_on_screen(source: Path, target: Path, wish: Wish) -> None:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(f"to {wish.to}", total=None)
-        convert(
-            source,
-            target,
-            wish,
-            note=lambda text: print(text, file=sys.stderr),
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    bar = Progress(*columns, console=console)
+    task = bar.add_task(f"to {wish.to}", total=None)
+
+    def progress(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        convert(source, target, wish, note=lambda text: print(text, file=sys.stderr), progress=progress)
+    finally:
+        bar.stop()

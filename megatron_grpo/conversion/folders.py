@@ -22,11 +22,11 @@ def fresh_directory(directory: Path, sources: Sequence[Path], *, marker: str) ->
     Whatever ends the block early, a termination signal included, leaves ``directory`` as it was and nothing beside it.
 
     Args:
-        sources: directories that are read from, which ``directory`` must neither be, hold nor lie in.
+        sources: directories that are read from, which ``directory`` must neither be nor hold.
         marker: the file by which a directory may be replaced: an older one of the same kind has it.
 
     Raises:
-        ConfigError: ``directory`` is a source or near one, is a file, or holds something else than its kind.
+        ConfigError: ``directory`` is or holds a source, is a file, or holds something else than its kind.
     """
     directory = directory.resolve()
     _check_target(directory, [source.resolve() for source in sources], marker)
@@ -45,8 +45,8 @@ def _check_target(directory: Path, sources: Sequence[Path], marker: str) -> None
     if directory in sources:
         raise ConfigError(f"{directory} is the model's or tokenizer's own directory; write to another one")
     for source in sources:
-        if directory in source.parents or source in directory.parents:
-            raise ConfigError(f"{directory} and its source {source} lie one in the other; write to another directory")
+        if directory in source.parents:
+            raise ConfigError(f"{directory} holds its source {source}; write to another directory")
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file; give a new directory")
     if directory.exists() and not (directory / marker).is_file() and any(directory.iterdir()):

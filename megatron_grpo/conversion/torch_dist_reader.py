@@ -1,7 +1,7 @@
 """Megatron's distributed checkpoint ``torch_dist``, read weight by weight: ours and Megatron's own, cut in any way."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class DistReader:
     def __init__(self, directory: Path, shape: ModelShape) -> None:
         self._directory, self._shape = directory, shape
         self._entries, self._storage = read_entries(directory)
+        _check_files(directory, self._storage.values())
         self._place: dict[str, tuple[tuple[str, ...], int | None]] = {}
         used: set[str] = set()
         for weight in stage_table(shape, range(shape.layers), first=True, last=True):
@@ -125,7 +126,7 @@ class DistReader:
 
     def _load(self, key: str, chunk: Any, layer: int | None) -> torch.Tensor:
         info = self._storage.get(MetadataIndex(key, chunk.offsets))
-        if info is None or Path(info.relative_path).name != info.relative_path or info.transform_descriptors:
+        if info is None or getattr(info, "transform_descriptors", None):
             raise ConfigError(f"{self._directory / METADATA_FILE} does not say where {key} is stored; fetch it again")
         path = self._directory / info.relative_path
         raw = _read(path, info.offset, info.length)
@@ -166,16 +167,28 @@ def _is_place(info: Any) -> bool:
     return isinstance(info.relative_path, str) and isinstance(info.offset, int) and isinstance(info.length, int)
 
 
+def _check_files(directory: Path, places: Iterable[Any]) -> None:
+    """Every file must be as long as the metadata says, the parts of it that hold no weights included."""
+    ends: dict[str, int] = {}
+    for info in places:
+        if Path(info.relative_path).name != info.relative_path or min(info.offset, info.length) < 0:
+            raise ConfigError(f"{directory / METADATA_FILE} names {info.relative_path!r}, no place in {directory}")
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        path = directory / name
+        if not path.is_file():
+            raise ConfigError(f"{path} is missing, though {METADATA_FILE} names it; fetch the checkpoint again")
+        if path.stat().st_size < end:
+            raise ConfigError(f"{path} is truncated ({path.stat().st_size} of {end} bytes); fetch it again")
+
+
 def _read(path: Path, offset: int, length: int) -> bytes:
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            raw = file.read(length)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); fetch the checkpoint again") from error
-    if len(raw) != length:
-        raise ConfigError(f"{path} is truncated; fetch the checkpoint again")
-    return raw
+            return file.read(length)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); fetch the checkpoint again") from error
 
 
 def _overlap(boxes: Sequence[tuple[Index, Index]]) -> bool:

@@ -81,8 +81,8 @@ class HFWriter:
         file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
     def _open(self, path: Path, names: Sequence[str]) -> None:
-        """Write the header; wide numbers come first, so that each is aligned to its own size."""
-        ordered = sorted(names, key=lambda name: -self._plan[name][1].itemsize)
+        """Write the header, in the order of the safetensors library: wide numbers first, so that each is aligned."""
+        ordered = sorted(names, key=lambda name: (-self._plan[name][1].itemsize, name))
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts: dict[str, int] = {}
         end = 0

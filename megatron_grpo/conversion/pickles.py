@@ -4,7 +4,7 @@ import io
 import pickle
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 
@@ -73,8 +73,35 @@ def load_metadata(file: Path) -> Any:
         raise ConfigError(f"{file} is damaged ({error}); fetch the checkpoint again") from error
 
 
-def load_tensors(raw: bytes, where: str) -> Any:
-    """What ``torch.save`` put into ``raw``: tensors and plain containers alone, every checksum compared.
+class FileSlice(io.RawIOBase):
+    """A part of an open file as a file of its own, so that it need not be copied to be parsed."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"position {base + offset} lies before the start")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(view)  # type: ignore[attr-defined]  # typeshed's BinaryIO lacks it
+        self._at += count
+        return int(count)
+
+
+def load_tensors(part: FileSlice, where: str) -> Any:
+    """What ``torch.save`` put into ``part``: tensors and plain containers alone, every checksum compared.
 
     Args:
         where: the place in words, for errors.
@@ -83,11 +110,12 @@ def load_tensors(raw: bytes, where: str) -> Any:
         ConfigError: the bytes are damaged, or ask for more than tensors.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        with zipfile.ZipFile(part) as archive:
             bad = archive.testzip()
         if bad is not None:
             raise ConfigError(f"{where} is damaged (checksum of {bad}); fetch the checkpoint again")
-        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+        part.seek(0)
+        return torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
     except (zipfile.BadZipFile, NotImplementedError, OSError, *BROKEN) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{where} is damaged or holds more than tensors ({reason}); do not use it") from error

@@ -28,8 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import ModelShape
 from megatron_grpo.conversion.names import Weight, megatron_shape, padded_vocab
-from megatron_grpo.conversion.shards import pad_vocab, shard, to_megatron
+from megatron_grpo.conversion.shards import shard, to_megatron
 
+BLOCK_BYTES = 2**24
+"""A chunk is written in parts of at most so many, and read in them."""
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 BACKEND_FILE = "metadata.json"
@@ -101,11 +103,13 @@ class DistWriter:
         if entry.properties.dtype != dtype:
             raise ConfigError(f"{weight.hf[0]} is {dtype}, and {entry.properties.dtype} in other layers; give --dtype")
         for rank, offset, chunk in self._chunks(weight, parts):
-            if weight.layer is not None:
-                offset, chunk = (weight.layer, *offset), chunk[None]
-            place = torch.Size(offset)
-            entry.chunks.append(ChunkStorageMetadata(place, chunk.shape))
-            self._save(self._file_name(weight, rank), chunk, MetadataIndex(key, place))
+            for start, block in _blocks(chunk):
+                at = (offset[0] + start, *offset[1:])
+                if weight.layer is not None:
+                    at, block = (weight.layer, *at), block[None]
+                place = torch.Size(at)
+                entry.chunks.append(ChunkStorageMetadata(place, block.shape))
+                self._save(self._file_name(weight, rank), block, MetadataIndex(key, place))
 
     def _entry(self, weight: Weight, dtype: torch.dtype) -> TensorStorageMetadata:
         whole = megatron_shape(self._shape, weight)
@@ -125,22 +129,31 @@ class DistWriter:
         self, weight: Weight, parts: Sequence[torch.Tensor]
     ) -> Iterator[tuple[int, tuple[int, ...], torch.Tensor]]:
         """Tensor rank, place in the whole tensor, and numbers of every slice; copies count one time."""
+        if weight.how == "vocab":
+            yield from self._vocabulary(parts[0])
+            return
         size = self._tensor
         pieces = list(parts) if weight.how == "gate_up" else [to_megatron(parts, weight, self._shape)]
         start, dim = 0, 1 if weight.how == "row" else 0
         for piece in pieces:
             for rank in range(1 if weight.how == "replicated" else size):
-                chunk = self._slice(piece, weight, rank)
+                chunk = shard(piece, "column" if weight.how == "gate_up" else weight.how, rank, size)
                 offset = [0] * chunk.dim()
                 offset[dim] = start + rank * chunk.shape[dim]
                 yield rank, tuple(offset), chunk
             start += piece.shape[0]
 
-    def _slice(self, piece: torch.Tensor, weight: Weight, rank: int) -> torch.Tensor:
-        if weight.how == "vocab":
-            rows = padded_vocab(self._shape.vocab, self._tensor) // self._tensor
-            return pad_vocab(piece[rank * rows : (rank + 1) * rows], rows)
-        return shard(piece, "column" if weight.how == "gate_up" else weight.how, rank, self._tensor)
+    def _vocabulary(self, table_VH: torch.Tensor) -> Iterator[tuple[int, tuple[int, ...], torch.Tensor]]:
+        """The slices of an embedding or head; the zeros that pad it are chunks of their own."""
+        vocab, hidden = table_VH.shape
+        rows = padded_vocab(vocab, self._tensor) // self._tensor
+        for rank in range(self._tensor):
+            start, end = rank * rows, (rank + 1) * rows
+            if start < vocab:
+                yield rank, (start, 0), table_VH[start : min(end, vocab)]
+            if end > vocab:
+                padding = max(start, vocab)
+                yield rank, (padding, 0), table_VH.new_zeros(end - padding, hidden)
 
     def _save(self, file_name: str, value: object, index: MetadataIndex) -> None:
         if file_name not in self._files:
@@ -164,6 +177,13 @@ class DistWriter:
         (self._directory / METADATA_FILE).write_bytes(pickle.dumps(metadata))
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, self._directory / COMMON_FILE)
         (self._directory / BACKEND_FILE).write_text(json.dumps(BACKEND) + "\n", encoding="utf-8")
+
+
+def _blocks(chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """First row and rows of parts that are small enough to be copied."""
+    rows = max(1, BLOCK_BYTES * len(chunk) // max(1, chunk.nbytes))
+    for start in range(0, len(chunk), rows):
+        yield start, chunk[start : start + rows]
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import ModelShape
 from megatron_grpo.conversion.names import Weight, megatron_shape, stage_table
-from megatron_grpo.conversion.pickles import load_metadata, load_tensors
+from megatron_grpo.conversion.pickles import FileSlice, load_metadata, load_tensors
 from megatron_grpo.conversion.shards import to_hf
 from megatron_grpo.conversion.torch_dist import METADATA_FILE, dist_key
 
@@ -129,8 +129,11 @@ class DistReader:
         if info is None or getattr(info, "transform_descriptors", None):
             raise ConfigError(f"{self._directory / METADATA_FILE} does not say where {key} is stored; fetch it again")
         path = self._directory / info.relative_path
-        raw = _read(path, info.offset, info.length)
-        value = load_tensors(raw, f"{path} (tensor {key})")
+        try:
+            with path.open("rb") as file:
+                value = load_tensors(FileSlice(file, info.offset, info.length), f"{path} (tensor {key})")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}); fetch the checkpoint again") from error
         if not isinstance(value, torch.Tensor) or value.shape != chunk.sizes:
             raise ConfigError(f"{path} holds something else than {key} of shape {list(chunk.sizes)}; do not use it")
         if value.dtype != self._entries[key].properties.dtype:
@@ -180,15 +183,6 @@ def _check_files(directory: Path, places: Iterable[Any]) -> None:
             raise ConfigError(f"{path} is missing, though {METADATA_FILE} names it; fetch the checkpoint again")
         if path.stat().st_size < end:
             raise ConfigError(f"{path} is truncated ({path.stat().st_size} of {end} bytes); fetch it again")
-
-
-def _read(path: Path, offset: int, length: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(length)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); fetch the checkpoint again") from error
 
 
 def _overlap(boxes: Sequence[tuple[Index, Index]]) -> bool:

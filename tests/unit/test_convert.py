@@ -121,6 +121,17 @@ def test_vocabulary_is_padded_inside_and_true_outside(vocab: int, tensor: int, p
     assert same_weights(source, tmp_path / "back")
 
 
+def test_large_tensors_are_stored_in_blocks(tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """61 rows of 24 numbers, 10 rows a block: 7 blocks, and the padding likewise."""
+    monkeypatch.setattr("megatron_grpo.conversion.torch_dist.BLOCK_BYTES", 10 * 24 * 4 + 5)
+    run(tied, tmp_path / "megatron", to="megatron", tensor=2, pipeline=2)
+    entry = metadata_of(tmp_path / "megatron").state_dict_metadata["embedding.word_embeddings.weight"]
+    sizes = [chunk.sizes[0] for chunk in entry.chunks]
+    assert sizes == [10] * 6 + [1] + [10] * 6 + [7] + [10] * 12 + [8]
+    run(tmp_path / "megatron", tmp_path / "back", to="hf")
+    assert same_weights(tied, tmp_path / "back")
+
+
 def test_a_tied_head_is_never_added(tied: Path, tmp_path: Path) -> None:
     """E2: as many tensors come out as the model has, though the source carries its head once more."""
     tensors = load_file(tied / WEIGHTS)
@@ -538,5 +549,5 @@ def test_inspection_by_hand(tied: Path, megatron: Path) -> None:
     lines = list(describe(megatron))
     assert "torch_dist" in lines[0] and "family='Qwen2ForCausalLM', layers=3" in lines[1]
     assert "decoder.layers.self_attention.linear_qkv.bias [3, 48] float32, 6 chunks" in lines
-    assert "embedding.word_embeddings.weight [256, 24] float32, 2 chunks" in lines
+    assert "embedding.word_embeddings.weight [256, 24] float32, 3 chunks" in lines, "61 rows, 67 and 128 of padding"
     assert "model.layers.2.self_attn.k_proj.bias [12] F32" in list(describe(tied))

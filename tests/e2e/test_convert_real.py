@@ -82,7 +82,7 @@ def test_every_tensor_comes_back_bit_equal(model_dir: Path, tensor: int, pipelin
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (model_dir / name).read_bytes()
     largest = max(tensor.nbytes for tensor in before.values()) / 2**20
-    assert max(there, back) < 1.3 * largest, "MiB; the whole model has 513"
+    assert max(there, back) < 1.3 * largest + 20, "MiB, 20 of them for late imports; the whole model has 513"
 
 
 def logits_of(rank: int, world: int, checkpoint: Path, model_dir: Path, texts: list[list[int]]) -> list[torch.Tensor]:

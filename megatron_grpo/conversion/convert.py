@@ -4,7 +4,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -17,6 +17,7 @@ from megatron_grpo.config import ConfigError, layer_split
 from megatron_grpo.conversion.families import ModelShape, model_shape
 from megatron_grpo.conversion.folders import fresh_directory
 from megatron_grpo.conversion.formats import CARRIED, RELEASE, TRACKER_FILE, Found, Kind, recognise
+from megatron_grpo.conversion.legacy import LegacyReader
 from megatron_grpo.conversion.names import TABLES, Weight, check_tensor_size, part_shapes, stage_table
 from megatron_grpo.conversion.reader import HFReader, check_tensors, read_hf_config
 from megatron_grpo.conversion.torch_dist import DistWriter
@@ -155,16 +156,13 @@ def check_wish(wish: Wish, shape: ModelShape) -> None:
 
 
 @contextmanager
-def _opened(found: Found, shape: ModelShape) -> Iterator[HFReader | DistReader]:
-    opened: AbstractContextManager[HFReader | DistReader]
+def _opened(found: Found, shape: ModelShape) -> Iterator[Source]:
     if found.kind == "hf":
-        opened = HFReader(found.weights, TABLES[shape.family].prefix)
-    else:
-        opened = nullcontext(DistReader(found.weights, shape))
-    with opened as reader:
-        if isinstance(reader, HFReader):
+        with HFReader(found.weights, TABLES[shape.family].prefix) as reader:
             check_tensors(reader, shape)
-        yield reader
+            yield reader
+        return
+    yield DistReader(found.weights, shape) if found.kind == "megatron" else LegacyReader(found.weights, shape)
 
 
 def _check_room(folder: Path, total: int) -> None:

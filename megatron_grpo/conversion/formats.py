@@ -25,7 +25,7 @@ class Found:
         words: the format, for people.
     """
 
-    kind: Kind
+    kind: Literal["hf", "megatron", "legacy"]
     weights: Path
     carried: Path | None
     words: str
@@ -73,8 +73,11 @@ def _megatron(weights: Path, root: Path) -> Found:
     carried = root / CARRIED if (root / CARRIED / "config.json").is_file() else None
     if _is_torch_dist(weights):
         return Found("megatron", weights, carried, f"Megatron distributed checkpoint, torch_dist, {weights.name}")
-    what = "a Megatron checkpoint of one file per rank (mp_rank_*)" if _is_legacy(weights) else "no known checkpoint"
-    raise ConfigError(f"{weights} is {what}; save it as torch_dist with Megatron itself")
+    if _is_legacy(weights):
+        return Found("legacy", weights, carried, f"Megatron checkpoint, a file for each rank, {weights.name}")
+    raise ConfigError(
+        f"{weights} is no Megatron checkpoint that is known here (torch_dist, or mp_rank_*); save it as torch_dist"
+    )
 
 
 def _is_legacy(path: Path) -> bool:

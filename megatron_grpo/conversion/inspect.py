@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import model_shape
 from megatron_grpo.conversion.formats import recognise
+from megatron_grpo.conversion.legacy import rank_tensors
 from megatron_grpo.conversion.reader import HFReader, read_hf_config
 from megatron_grpo.conversion.torch_dist_reader import read_entries
 
@@ -23,6 +24,10 @@ def describe(path: Path) -> Iterator[str]:
             yield str(model_shape(read_hf_config(found.carried)))
     except ConfigError as error:
         yield f"not converted here: {error}"
+    if found.kind == "legacy":
+        for name, tensor in rank_tensors(found.weights):
+            yield f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        return
     if found.kind == "megatron":
         entries, _ = read_entries(found.weights)
         for name, entry in sorted(entries.items()):

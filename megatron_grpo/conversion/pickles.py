@@ -36,7 +36,7 @@ BROKEN = (
 """What unpickling raises over bytes that are no pickle; it has no error of its own for them."""
 
 
-class _Inert:
+class Inert:
     """Stands in for a class of Megatron's that older checkpoints name; it keeps what it is given and does nothing."""
 
     def __init__(self, *args: object) -> None:
@@ -53,7 +53,7 @@ class _AllowListUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module.startswith("megatron.core.dist_checkpointing."):
-            return _Inert
+            return Inert
         raise ConfigError(f"asks to run {module}.{name}")
 
 

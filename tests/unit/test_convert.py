@@ -261,7 +261,10 @@ def rewrite(path: Path, info: Any) -> None:
         ({"latest": "global_step3"}, "is a DeepSpeed checkpoint"),
         ({"latest_checkpointed_iteration.txt": "soon"}, "says 'soon', neither an iteration nor release"),
         ({"latest_checkpointed_iteration.txt": "12"}, "iter_0000012 is missing, though"),
-        ({"latest_checkpointed_iteration.txt": "12", "iter_0000012/x": ""}, "iter_0000012 is no known checkpoint"),
+        (
+            {"latest_checkpointed_iteration.txt": "12", "iter_0000012/x": ""},
+            "iter_0000012 is no Megatron checkpoint that is known",
+        ),
         ({"metadata.json": '{"sharded_backend": "torch_dist"}'}, "add --config-from DIR"),
     ],
 )

@@ -88,7 +88,7 @@ LLAMA_IDLE = IDLE_FIELDS | {"rope_theta", "rope_scaling", "rope_parameters", "la
 QWEN_IDLE = LLAMA_IDLE | {"sliding_window", "max_window_layers"}
 GPT2_IDLE = IDLE_FIELDS | _words(
     """
-    n_ctx resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn
+    n_ctx output_past resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     """
 )

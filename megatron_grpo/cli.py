@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -142,6 +142,37 @@ def report(
 
         for path in write_report(runs, out):
             print(path)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint; its format is recognised.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="To write; an older one of the same kind is replaced.")],
+    to: Annotated[Literal["hf", "megatron"], typer.Option(help="Hugging Face safetensors, or Megatron's torch_dist.")],
+    tensor: Annotated[
+        int | None, typer.Option(min=1, help="Tensor ranks, for megatron; 1 by default.", show_default=False)
+    ] = None,
+    pipeline: Annotated[
+        int | None, typer.Option(min=1, help="Pipeline stages, for megatron; 1 by default.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of all weights; kept by default.")
+    ] = None,
+    config_from: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Hugging Face directory with config and tokenizer, where SRC has none."),
+    ] = None,
+) -> None:
+    """Convert a checkpoint between Hugging Face and Megatron, bit by bit the same weights."""
+    with _config_errors():
+        from megatron_grpo.launch import require_engines
+
+        require_engines()
+        _quiet_engines()
+        from megatron_grpo.conversion.convert import Wish, convert_on_screen
+
+        wish = Wish(to=to, tensor=tensor, pipeline=pipeline, dtype=dtype, config_dir=config_from)
+        convert_on_screen(source, target, wish)
 
 
 @bench_app.callback()

@@ -13,7 +13,7 @@ from .files import data_errors, tokenizer_size, weight_errors
 from .root import Config
 from .sections import DIRECTIONS, BoundaryConfig
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def check_config(config: Config) -> list[str]:
@@ -47,18 +47,23 @@ def read_model(config: Config) -> dict[str, Any]:
         raise ConfigError(f"{key}: config.json cannot be read ({error}); correct it") from error
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     if not isinstance(model, dict) or not all(type(model.get(name)) is int for name in names):
+        if isinstance(model, dict) and model.get("architectures"):
+            for unknown in _architecture(key, model):
+                raise ConfigError(unknown)
         raise ConfigError(f"{key}: config.json lacks one of {', '.join(names)}; give a Hugging Face model directory")
     return model
 
 
-def _model(config: Config, model: dict[str, Any]) -> Iterator[str]:
-    yield from weight_errors(Path(config.model.path))
+def _architecture(key: str, model: dict[str, Any]) -> Iterator[str]:
     architectures = model.get("architectures") or ["none"]
     if architectures[0] not in ARCHITECTURES:
-        yield (
-            f"model.path={config.model.path}: architecture {architectures[0]} is not supported; "
-            f"use one of {', '.join(ARCHITECTURES)}"
-        )
+        supported = ", ".join(ARCHITECTURES)
+        yield f"{key}: architecture {architectures[0]} is not supported in training; use one of {supported}"
+
+
+def _model(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    yield from weight_errors(Path(config.model.path))
+    yield from _architecture(f"model.path={config.model.path}", model)
     hidden, layers, boundary = model["hidden_size"], model["num_hidden_layers"], config.boundary
     codecs = {boundary.codec_of("forward"), boundary.codec_of("backward")}
     if codecs != {"identity"} and boundary.rank is not None and boundary.rank > hidden:

@@ -1,200 +1,18 @@
-"""What a Hugging Face config says about a model, and what its tensors are called in Megatron, as tables.
+"""What the tensors of a model are called in Megatron and in Hugging Face directories, as tables.
 
-Supported are the dense decoders that share one forward: RMSNorm, SwiGLU, grouped queries, RoPE over the head.
-A field that changes that forward and is not expressed here is refused, never ignored.
 Megatron names are those of ``GPTModel`` with ``get_gpt_layer_local_spec`` (megatron-core 0.16.1).
+Legend of dimensions: A queries, keys and values together, D head width, F feed-forward, H hidden, K keys (KV groups
+x D), P positions, Q queries (heads x D), V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from megatron_grpo.config import ConfigError
+from megatron_grpo.conversion.families import FAMILIES, ModelShape
 
 How = Literal["column", "row", "replicated", "qkv", "gate_up", "vocab"]
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What tells one architecture from another.
-
-    Attributes:
-        qkv_bias: query, key and value projections have biases.
-        qk_norm: RMSNorm on each head's query and key.
-        kv_groups: number of KV groups where config.json leaves it out; ``None`` is one per head.
-        head_dim: head width where config.json leaves it out; ``None`` is hidden / heads.
-    """
-
-    qkv_bias: bool
-    qk_norm: bool
-    kv_groups: int | None
-    head_dim: int | None
-
-
-FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(qkv_bias=False, qk_norm=False, kv_groups=None, head_dim=None),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, qk_norm=False, kv_groups=32, head_dim=None),
-    "Qwen3ForCausalLM": Family(qkv_bias=False, qk_norm=True, kv_groups=32, head_dim=128),
-}
-
-# Fields that change the forward: the one value expressed here, which is also what absence means, and why.
-FIXED_FIELDS: Mapping[str, tuple[object, str]] = {
-    "hidden_act": ("silu", "the MLP is SwiGLU"),
-    "attention_bias": (
-        False,
-        "biases exist on query, key and value only, and only where the family has them",
-    ),
-    "mlp_bias": (False, "the MLP has no biases"),
-    "use_sliding_window": (False, "every layer attends to the whole sequence"),
-    "partial_rotary_factor": (1.0, "RoPE turns the whole head"),
-    "pretraining_tp": (1, "projections are not split as in pre-training"),
-    "quantization_config": (None, "weights must be plain floating point"),
-}
-FIXED_ROPE_FIELDS: Mapping[str, tuple[object, str]] = {
-    "rope_type": ("default", "RoPE scaling is not applied"),
-    "type": ("default", "RoPE scaling is not applied"),
-    "partial_rotary_factor": (1.0, "RoPE turns the whole head"),
-}
-ROPE_FIELDS = frozenset(FIXED_ROPE_FIELDS) | {"rope_theta"}
-DEFAULT_ROPE_THETA = 10000.0
-DEFAULT_NORM_EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Sizes and switches of a dense decoder; ``vocab`` is the true vocabulary, without padding."""
-
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_groups: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    norm_eps: float
-    rope_theta: float
-    tied: bool
-    qkv_bias: bool
-    qk_norm: bool
-    max_positions: int
-
-
-def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
-    """Read the content of a config.json.
-
-    Raises:
-        ConfigError: the architecture is unknown, a size is missing or impossible, or a field changes the
-            forward in a way that is not expressed here.
-    """
-    name = _family_name(hf_config)
-    family = FAMILIES[name]
-    _refuse_other_values(hf_config, FIXED_FIELDS, "")
-    _refuse_sliding_layers(hf_config)
-    hidden = _size(hf_config, "hidden_size")
-    heads = _size(hf_config, "num_attention_heads")
-    kv_groups = _size(hf_config, "num_key_value_heads", family.kv_groups, when_null=heads)
-    if heads % kv_groups:
-        raise ConfigError(
-            f"num_key_value_heads={kv_groups} does not divide num_attention_heads={heads}: every group "
-            "serves as many heads; correct config.json"
-        )
-    return ModelShape(
-        family=name,
-        layers=_size(hf_config, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_groups=kv_groups,
-        head_dim=_head_dim(hf_config, family, hidden, heads),
-        ffn=_size(hf_config, "intermediate_size"),
-        vocab=_size(hf_config, "vocab_size"),
-        norm_eps=_positive(hf_config, "rms_norm_eps", DEFAULT_NORM_EPS),
-        rope_theta=_rope_theta(hf_config),
-        tied=bool(hf_config.get("tie_word_embeddings", False)),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
-        max_positions=_size(hf_config, "max_position_embeddings"),
-    )
-
-
-def _family_name(hf_config: Mapping[str, Any]) -> str:
-    names = hf_config.get("architectures") or [None]
-    if len(names) != 1 or names[0] not in FAMILIES:
-        raise ConfigError(
-            f"architectures={hf_config.get('architectures')} in config.json is not supported; use a model of "
-            + ", ".join(FAMILIES)
-        )
-    return str(names[0])
-
-
-def _refuse_other_values(fields: Mapping[str, Any], fixed: Mapping[str, tuple[object, str]], prefix: str) -> None:
-    for key, (allowed, why) in fixed.items():
-        value = fields.get(key)
-        if value is not None and value != allowed:
-            raise ConfigError(
-                f"{prefix}{key}={value} in config.json is not supported: {why}; use a model with {key}={allowed}"
-            )
-
-
-def _refuse_sliding_layers(hf_config: Mapping[str, Any]) -> None:
-    kinds = set(hf_config.get("layer_types") or ()) - {"full_attention"}
-    if kinds:
-        raise ConfigError(
-            f"layer_types={sorted(kinds)} in config.json is not supported: every layer attends to the whole "
-            "sequence; use a model with full_attention only"
-        )
-
-
-def _rope_theta(hf_config: Mapping[str, Any]) -> float:
-    """The RoPE base, which config.json keeps at the top (transformers 4) or inside rope_parameters (5)."""
-    found = set()
-    if hf_config.get("rope_theta") is not None:
-        found.add(_positive(hf_config, "rope_theta", DEFAULT_ROPE_THETA))
-    for place in ("rope_parameters", "rope_scaling"):
-        rope = hf_config.get(place) or {}
-        _refuse_other_values(rope, FIXED_ROPE_FIELDS, f"{place}.")
-        unknown = sorted(key for key, value in rope.items() if key not in ROPE_FIELDS and value is not None)
-        if unknown:
-            raise ConfigError(
-                f"{place}.{unknown[0]}={rope[unknown[0]]} in config.json is not supported: only the base "
-                "rope_theta is applied; use a model without RoPE scaling"
-            )
-        if rope.get("rope_theta") is not None:
-            found.add(_positive(rope, "rope_theta", DEFAULT_ROPE_THETA))
-    if len(found) > 1:
-        raise ConfigError(f"rope_theta has several values in config.json ({sorted(found)}); keep the right one")
-    return found.pop() if found else DEFAULT_ROPE_THETA
-
-
-def _head_dim(hf_config: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:
-    when_absent = family.head_dim or hidden // heads
-    if hf_config.get("head_dim") is None and family.head_dim is None and hidden % heads:
-        raise ConfigError(
-            f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}; set head_dim in config.json"
-        )
-    head_dim = _size(hf_config, "head_dim", when_absent, when_null=when_absent)
-    if head_dim % 2:
-        raise ConfigError(f"head_dim={head_dim} in config.json is odd: RoPE turns pairs; use an even width")
-    return head_dim
-
-
-def _size(fields: Mapping[str, Any], key: str, when_absent: int | None = None, *, when_null: int | None = None) -> int:
-    """A positive integer; an absent field means ``when_absent``, and a null one ``when_null``."""
-    value = fields.get(key, when_absent)
-    value = when_null if value is None else value
-    if value is None:
-        raise ConfigError(f"{key} is missing from config.json; restore the file as the model's authors published it")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key}={value!r} in config.json is not a positive whole number; correct it")
-    return value
-
-
-def _positive(fields: Mapping[str, Any], key: str, when_absent: float) -> float:
-    value = fields.get(key)
-    value = when_absent if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConfigError(f"{key}={value!r} in config.json is not a positive number; correct it")
-    return float(value)
 
 
 def padded_vocab(vocab: int, tensor: int, multiple: int = 128) -> int:
@@ -203,56 +21,142 @@ def padded_vocab(vocab: int, tensor: int, multiple: int = 128) -> int:
     return -(-vocab // block) * block
 
 
-def check_tensor_size(shape: ModelShape, tensor: int) -> None:
+def check_tensor_size(shape: ModelShape, tensor: int, option: str = "parallel.tensor") -> None:
     """Refuse a tensor-parallel size that would cut a head, a KV group or a column of the MLP.
+
+    Args:
+        option: what the user calls the size.
 
     Raises:
         ConfigError: names each size that does not divide, and the sizes that do.
     """
-    sizes = {
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_groups,
-        "intermediate_size": shape.ffn,
-    }
+    key = FAMILIES[shape.family].sizes
+    sizes = {key["heads"]: shape.heads, key["ffn"]: shape.ffn}
+    if "kv_groups" in key:
+        sizes[key["kv_groups"]] = shape.kv_groups
     bad = [f"{name}={size} (remainder {size % tensor})" for name, size in sizes.items() if size % tensor]
     if bad:
         good = [n for n in range(1, shape.kv_groups + 1) if all(size % n == 0 for size in sizes.values())]
         raise ConfigError(
-            f"parallel.tensor={tensor} does not divide {' and '.join(bad)} of this model; "
-            f"use one of {', '.join(map(str, good))}"
+            f"{option}={tensor} does not divide {' and '.join(bad)} of this model; use one of "
+            f"{', '.join(map(str, good))}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One Megatron parameter: the Hugging Face tensors it is made of, and how tensor parallelism cuts it."""
+    """One Megatron parameter.
+
+    Attributes:
+        megatron: its name in the layer or, out of ``stage_table``, in the stage.
+        hf: the Hugging Face tensors it is made of; a single one for ``qkv`` is query over key over value.
+        dims: the dimensions of each of them.
+        how: how tensor parallelism cuts it.
+        transposed: Hugging Face keeps the matrix as ``[in, out]``.
+        layer: number of its layer in the whole model; ``None`` outside the layers.
+    """
 
     megatron: str
     hf: tuple[str, ...]
+    dims: tuple[str, ...]
     how: How
+    transposed: bool = False
+    layer: int | None = None
 
 
-def _attention_weights(kind: str) -> tuple[str, ...]:
-    return tuple(f"self_attn.{which}_proj.{kind}" for which in "qkv")
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The parameters of an architecture; ``{}`` in a Hugging Face name is the number of the layer.
+
+    Attributes:
+        prefix: begins every Hugging Face name but the head's, and is left out where only the body was saved.
+    """
+
+    embedding: tuple[Weight, ...]
+    layer: tuple[Weight, ...]
+    final: tuple[Weight, ...]
+    head: Weight
+    prefix: str
 
 
-LAYER_WEIGHTS = (
-    Weight("input_layernorm.weight", ("input_layernorm.weight",), "replicated"),
-    Weight("self_attention.linear_qkv.weight", _attention_weights("weight"), "qkv"),
-    Weight("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), "row"),
-    Weight("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), "replicated"),
-    Weight("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up"),
-    Weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "row"),
+def _weight(megatron: str, hf: str, dims: str, how: How, *, transposed: bool = False) -> Weight:
+    return Weight(megatron, tuple(hf.split()), tuple(dims.split()), how, transposed)
+
+
+def _llama_qkv(kind: str, dims: str) -> Weight:
+    names = " ".join(f"model.layers.{{}}.self_attn.{which}_proj.{kind}" for which in "qkv")
+    return _weight(f"self_attention.linear_qkv.{kind}", names, dims, "qkv")
+
+
+_L = "model.layers.{}"
+LLAMA_LAYER = (
+    _weight("input_layernorm.weight", f"{_L}.input_layernorm.weight", "H", "replicated"),
+    _llama_qkv("weight", "QH KH KH"),
+    _weight("self_attention.linear_proj.weight", f"{_L}.self_attn.o_proj.weight", "HQ", "row"),
+    _weight("pre_mlp_layernorm.weight", f"{_L}.post_attention_layernorm.weight", "H", "replicated"),
+    _weight("mlp.linear_fc1.weight", f"{_L}.mlp.gate_proj.weight {_L}.mlp.up_proj.weight", "FH FH", "gate_up"),
+    _weight("mlp.linear_fc2.weight", f"{_L}.mlp.down_proj.weight", "HF", "row"),
 )
-QKV_BIAS_WEIGHTS = (Weight("self_attention.linear_qkv.bias", _attention_weights("bias"), "qkv"),)
-QK_NORM_WEIGHTS = (
-    Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), "replicated"),
-    Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), "replicated"),
+QKV_BIAS = (_llama_qkv("bias", "Q K K"),)
+QK_NORM = (
+    _weight("self_attention.q_layernorm.weight", f"{_L}.self_attn.q_norm.weight", "D", "replicated"),
+    _weight("self_attention.k_layernorm.weight", f"{_L}.self_attn.k_norm.weight", "D", "replicated"),
 )
-EMBEDDING = Weight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")
-FINAL_NORM = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated")
-HEAD = Weight("output_layer.weight", ("lm_head.weight",), "vocab")
-TIED_HEAD = Weight(HEAD.megatron, EMBEDDING.hf, "vocab")
+LLAMA = Table(
+    embedding=(_weight("embedding.word_embeddings.weight", "model.embed_tokens.weight", "VH", "vocab"),),
+    layer=LLAMA_LAYER,
+    final=(_weight("decoder.final_layernorm.weight", "model.norm.weight", "H", "replicated"),),
+    head=_weight("output_layer.weight", "lm_head.weight", "VH", "vocab"),
+    prefix="model.",
+)
+
+_T = "transformer.h.{}"
+GPT2 = Table(
+    embedding=(
+        _weight("embedding.word_embeddings.weight", "transformer.wte.weight", "VH", "vocab"),
+        _weight("embedding.position_embeddings.weight", "transformer.wpe.weight", "PH", "replicated"),
+    ),
+    layer=(
+        _weight("input_layernorm.weight", f"{_T}.ln_1.weight", "H", "replicated"),
+        _weight("input_layernorm.bias", f"{_T}.ln_1.bias", "H", "replicated"),
+        _weight("self_attention.linear_qkv.weight", f"{_T}.attn.c_attn.weight", "HA", "qkv", transposed=True),
+        _weight("self_attention.linear_qkv.bias", f"{_T}.attn.c_attn.bias", "A", "qkv"),
+        _weight("self_attention.linear_proj.weight", f"{_T}.attn.c_proj.weight", "QH", "row", transposed=True),
+        _weight("self_attention.linear_proj.bias", f"{_T}.attn.c_proj.bias", "H", "replicated"),
+        _weight("pre_mlp_layernorm.weight", f"{_T}.ln_2.weight", "H", "replicated"),
+        _weight("pre_mlp_layernorm.bias", f"{_T}.ln_2.bias", "H", "replicated"),
+        _weight("mlp.linear_fc1.weight", f"{_T}.mlp.c_fc.weight", "HF", "column", transposed=True),
+        _weight("mlp.linear_fc1.bias", f"{_T}.mlp.c_fc.bias", "F", "column"),
+        _weight("mlp.linear_fc2.weight", f"{_T}.mlp.c_proj.weight", "FH", "row", transposed=True),
+        _weight("mlp.linear_fc2.bias", f"{_T}.mlp.c_proj.bias", "H", "replicated"),
+    ),
+    final=(
+        _weight("decoder.final_layernorm.weight", "transformer.ln_f.weight", "H", "replicated"),
+        _weight("decoder.final_layernorm.bias", "transformer.ln_f.bias", "H", "replicated"),
+    ),
+    head=LLAMA.head,
+    prefix="transformer.",
+)
+
+TABLES = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": replace(LLAMA, layer=LLAMA_LAYER + QKV_BIAS),
+    "Qwen3ForCausalLM": replace(LLAMA, layer=LLAMA_LAYER + QK_NORM),
+    "GPT2LMHeadModel": GPT2,
+}
+# Buffers that old exports carry; they follow from the config.
+DERIVED_ENDINGS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+def embedding_name(shape: ModelShape) -> str:
+    """The word embedding in a Hugging Face directory."""
+    return TABLES[shape.family].embedding[0].hf[0]
+
+
+def head_name(shape: ModelShape) -> str:
+    """The head in a Hugging Face directory; a tied model need not have it."""
+    return TABLES[shape.family].head.hf[0]
 
 
 def stage_table(shape: ModelShape, layers: range, *, first: bool, last: bool) -> Iterator[Weight]:
@@ -260,43 +164,51 @@ def stage_table(shape: ModelShape, layers: range, *, first: bool, last: bool) ->
 
     A tied model has its head in the embedding; where the last stage is not the first, it holds a copy of it.
     """
+    table = TABLES[shape.family]
     if first:
-        yield EMBEDDING
-    per_layer = LAYER_WEIGHTS + QKV_BIAS_WEIGHTS * shape.qkv_bias + QK_NORM_WEIGHTS * shape.qk_norm
+        yield from table.embedding
     for local, layer in enumerate(layers):
-        for weight in per_layer:
-            hf_names = tuple(f"model.layers.{layer}.{name}" for name in weight.hf)
-            yield Weight(f"decoder.layers.{local}.{weight.megatron}", hf_names, weight.how)
+        for weight in table.layer:
+            yield replace(
+                weight,
+                megatron=f"decoder.layers.{local}.{weight.megatron}",
+                hf=tuple(name.format(layer) for name in weight.hf),
+                layer=layer,
+            )
     if last:
-        yield FINAL_NORM
+        yield from table.final
         if not shape.tied:
-            yield HEAD
+            yield table.head
         elif not first:
-            yield TIED_HEAD
+            yield replace(table.head, hf=table.embedding[0].hf)
+
+
+def part_shapes(shape: ModelShape, weight: Weight) -> tuple[tuple[int, ...], ...]:
+    """The shapes of ``weight.hf``."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_groups * shape.head_dim
+    size = {
+        "A": queries + 2 * keys,
+        "D": shape.head_dim,
+        "F": shape.ffn,
+        "H": shape.hidden,
+        "K": keys,
+        "P": shape.max_positions,
+        "Q": queries,
+        "V": shape.vocab,
+    }
+    return tuple(tuple(size[dim] for dim in dims) for dims in weight.dims)
+
+
+def megatron_shape(shape: ModelShape, weight: Weight) -> tuple[int, ...]:
+    """The shape of the whole Megatron tensor, before it is padded and cut."""
+    parts = [part[::-1] if weight.transposed else part for part in part_shapes(shape, weight)]
+    return (sum(part[0] for part in parts), *parts[0][1:])
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in a Hugging Face directory; a tied model has no ``lm_head``."""
-    queries, keys, hidden = shape.heads * shape.head_dim, shape.kv_groups * shape.head_dim, shape.hidden
-    by_ending: dict[str, tuple[int, ...]] = {
-        "q_proj.weight": (queries, hidden),
-        "k_proj.weight": (keys, hidden),
-        "v_proj.weight": (keys, hidden),
-        "q_proj.bias": (queries,),
-        "k_proj.bias": (keys,),
-        "v_proj.bias": (keys,),
-        "q_norm.weight": (shape.head_dim,),
-        "k_norm.weight": (shape.head_dim,),
-        "o_proj.weight": (hidden, queries),
-        "gate_proj.weight": (shape.ffn, hidden),
-        "up_proj.weight": (shape.ffn, hidden),
-        "down_proj.weight": (hidden, shape.ffn),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "norm.weight": (hidden,),
-        "embed_tokens.weight": (shape.vocab, hidden),
-        "lm_head.weight": (shape.vocab, hidden),
+    return {
+        name: part
+        for weight in stage_table(shape, range(shape.layers), first=True, last=True)
+        for name, part in zip(weight.hf, part_shapes(shape, weight), strict=True)
     }
-    table = stage_table(shape, range(shape.layers), first=True, last=True)
-    names = (name for weight in table for name in weight.hf)
-    return {name: by_ending[".".join(name.split(".")[-2:])] for name in names}

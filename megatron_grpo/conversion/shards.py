@@ -3,14 +3,18 @@
 Megatron keeps one QKV matrix, ordered by KV group (``[q..q, k, v]`` of group 0, then of group 1, ...), so a
 contiguous block of rows is whole groups; and one matrix for gate over up, of which each rank holds its slice
 of the gate over its slice of the up.
+``to_megatron`` and ``to_hf`` go from the tensors of a ``Weight`` to Megatron's whole one and back.
 Legend: Q rows of all queries (heads * D), K rows of all keys (groups * D), D head width, F feed-forward,
 H hidden, V vocabulary. A bias is the same without H. Dtypes and devices are those of the input.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron_grpo.config import ConfigError
-from megatron_grpo.conversion.names import How
+from megatron_grpo.conversion.families import ModelShape
+from megatron_grpo.conversion.names import How, Weight
 
 
 def fuse_qkv(q_QH: torch.Tensor, k_KH: torch.Tensor, v_KH: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
@@ -39,6 +43,29 @@ def split_gate_up(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The inverse of ``fuse_gate_up``."""
     gate_FH, up_FH = gate_up.chunk(2)
     return gate_FH, up_FH
+
+
+def to_megatron(parts: Sequence[torch.Tensor], weight: Weight, shape: ModelShape) -> torch.Tensor:
+    """The whole Megatron tensor, unpadded and uncut; it may be a view of a part."""
+    turned = [part.t() if weight.transposed else part for part in parts]
+    if weight.how == "qkv":
+        keys = shape.kv_groups * shape.head_dim
+        q, k, v = turned if len(turned) == 3 else torch.split(turned[0], [turned[0].shape[0] - 2 * keys, keys, keys])
+        return fuse_qkv(q, k, v, shape.heads, shape.kv_groups)
+    return fuse_gate_up(*turned) if weight.how == "gate_up" else turned[0]
+
+
+def to_hf(whole: torch.Tensor, weight: Weight, shape: ModelShape) -> tuple[torch.Tensor, ...]:
+    """The inverse of ``to_megatron`` over a tensor that may be padded: the tensors of ``weight.hf``, maybe views."""
+    parts: tuple[torch.Tensor, ...] = (whole,)
+    if weight.how == "qkv":
+        parts = split_qkv(whole, shape.heads, shape.kv_groups)
+        parts = parts if len(weight.hf) == 3 else (torch.cat(parts),)
+    elif weight.how == "gate_up":
+        parts = split_gate_up(whole)
+    elif weight.how == "vocab":
+        parts = (strip_vocab(whole, shape.vocab),)
+    return tuple(part.t() if weight.transposed else part for part in parts)
 
 
 def shard(tensor: torch.Tensor, how: How, rank: int, size: int) -> torch.Tensor:

@@ -20,8 +20,8 @@ from megatron_grpo.backends.megatron.schedule import Link
 from megatron_grpo.boundary.build import DTYPES
 from megatron_grpo.boundary.crossing import Boundaries, build_boundaries
 from megatron_grpo.config import Config, layer_split
+from megatron_grpo.conversion.families import ModelShape, model_shape
 from megatron_grpo.conversion.files import read_embedding
-from megatron_grpo.conversion.names import ModelShape, model_shape
 from megatron_grpo.parallel.collectives import VocabShards
 from megatron_grpo.parallel.groups import ParallelGroups
 from megatron_grpo.parallel.link import Ledger
@@ -99,7 +99,11 @@ def build_link(cfg: Config, stage: Stage, groups: ParallelGroups, ledger: Ledger
         stage=None if together else here,
         hidden=stage.shape.hidden,
         seed=cfg.train.seed,
-        embedding_VH=read_embedding(Path(cfg.model.path)) if cfg.boundary.prediction != "none" and stages > 1 else None,
+        embedding_VH=(
+            read_embedding(Path(cfg.model.path), stage.shape)
+            if cfg.boundary.prediction != "none" and stages > 1
+            else None
+        ),
     )
     if together:
         return _joined(InProcessLink(boundaries, ledger), stage, cfg)

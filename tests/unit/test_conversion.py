@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_grpo.backends.huggingface import load_hf_config, load_tokenizer, reference_model
 from megatron_grpo.config import ConfigError
-from megatron_grpo.conversion.files import HFReader, hf_weights, stage_weights, write_hf
-from megatron_grpo.conversion.names import ModelShape, check_tensor_size, hf_shapes, model_shape, padded_vocab
+from megatron_grpo.conversion.families import ModelShape, model_shape
+from megatron_grpo.conversion.files import hf_weights, stage_weights, write_hf
+from megatron_grpo.conversion.names import check_tensor_size, hf_shapes, padded_vocab
+from megatron_grpo.conversion.reader import HFReader
 from megatron_grpo.conversion.shards import (
     fuse_gate_up,
     fuse_qkv,
@@ -354,7 +356,7 @@ def test_failed_export_leaves_the_old_one(llama_dir: Path, tmp_path: Path, monke
     def full_disk(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megatron_grpo.conversion.files.save_file", full_disk)
+    monkeypatch.setattr("megatron_grpo.conversion.writer.HFWriter.write", full_disk)
     with pytest.raises(OSError, match="No space left"):
         write_hf(tmp_path / "out", {name: tensor + 1 for name, tensor in tensors.items()}, llama_dir)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -27,8 +27,9 @@ from megatron_grpo.backends.huggingface import load_hf_config
 from megatron_grpo.boundary.build import DTYPES, BoundaryCodecs, build_codecs
 from megatron_grpo.boundary.crossing import Crossing, Pass
 from megatron_grpo.config import Config, Direction, layer_split, load_config
-from megatron_grpo.conversion.files import HFReader, stage_weights
-from megatron_grpo.conversion.names import model_shape
+from megatron_grpo.conversion.families import model_shape
+from megatron_grpo.conversion.files import stage_weights
+from megatron_grpo.conversion.reader import HFReader
 from megatron_grpo.ops.lowrank import digest
 from megatron_grpo.ops.merge import agreement_sums
 from megatron_grpo.ops.rows import carrying_rows

@@ -57,6 +57,7 @@ class LeanStage:
         self._cross = cross or {}
         self._tensor_group = stage.collection.tp
         shape = stage.shape
+        assert (shape.norm, shape.positions, shape.activation) == ("RMSNorm", "rope", "swiglu"), shape.family
         size = self._tensor_group.size()
         self._groups, self._width = shape.kv_groups // size, shape.head_dim
         self._queries = shape.heads // shape.kv_groups

@@ -1,6 +1,8 @@
 """One pipeline stage as a Megatron-core GPTModel, with weights from a Hugging Face directory."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,9 +14,17 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_grpo.conversion.files import HFReader, stage_weights
-from megatron_grpo.conversion.names import ModelShape, padded_vocab, stage_table
+from megatron_grpo.conversion.families import Activation, ModelShape, Positions
+from megatron_grpo.conversion.files import stage_weights
+from megatron_grpo.conversion.names import padded_vocab, stage_table
+from megatron_grpo.conversion.reader import HFReader
 from megatron_grpo.parallel.groups import ParallelGroups
+
+ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "swiglu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+POSITIONS: Mapping[Positions, str] = {"rope": "rope", "learned": "learned_absolute"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,7 @@ def collection_of(groups: ParallelGroups) -> ProcessGroupCollection:
 def transformer_config(
     shape: ModelShape, *, tensor: int, pipeline: int, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
-    """Megatron's config of a dense decoder: RMSNorm, SwiGLU, grouped queries, no dropout, softmax in fp32."""
+    """Megatron's config of a dense decoder: no dropout, softmax in fp32, and what the shape says."""
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -69,11 +79,11 @@ def transformer_config(
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_groups,
         kv_channels=shape.head_dim,
-        normalization="RMSNorm",
+        normalization=shape.norm,
         layernorm_epsilon=shape.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
+        gated_linear_unit=shape.activation == "swiglu",
+        activation_func=ACTIVATIONS[shape.activation],
+        add_bias_linear=shape.linear_bias,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
@@ -96,6 +106,16 @@ def transformer_config(
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
+
+
+def stage_spec(shape: ModelShape, layers: int) -> TransformerBlockSubmodules:
+    """The modules of a stage of so many layers.
+
+    "RMSNorm" here means torch's norm, of the kind that the config names: by any other word Megatron would take its norm
+    from whatever package is called apex.
+    """
+    layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+    return TransformerBlockSubmodules(layer_specs=[layer_spec] * layers, layer_norm=WrappedTorchNorm)
 
 
 def stage_layers(split: tuple[int, ...], stage: int) -> range:
@@ -125,18 +145,16 @@ def build_stage(
     tensor = groups.layout.tensor
     layers = stage_layers(split, groups.at.pipeline)
     config = transformer_config(shape, tensor=tensor, pipeline=groups.layout.pipeline, dtype=dtype, recompute=recompute)
-    # Megatron would take its norm from whatever package is called apex; torch's RMSNorm is right everywhere.
-    layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
     collection = collection_of(groups)
     module = GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[layer_spec] * len(layers), layer_norm=WrappedTorchNorm),
+        stage_spec(shape, len(layers)),
         vocab_size=padded_vocab(shape.vocab, tensor),
         max_sequence_length=shape.max_positions,
         pre_process=groups.is_first_stage,
         post_process=groups.is_last_stage,
         share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
+        position_embedding_type=POSITIONS[shape.positions],
         rotary_base=shape.rope_theta,
         pg_collection=collection,
     )

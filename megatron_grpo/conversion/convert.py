@@ -1,0 +1,231 @@
+"""From one checkpoint format to another, weight by weight: memory holds a layer, never the model."""
+
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megatron_grpo.config import ConfigError, layer_split
+from megatron_grpo.conversion.families import ModelShape, model_shape
+from megatron_grpo.conversion.folders import fresh_directory
+from megatron_grpo.conversion.formats import CARRIED, RELEASE, TRACKER_FILE, Found, Kind, recognise
+from megatron_grpo.conversion.legacy import LegacyReader
+from megatron_grpo.conversion.names import TABLES, Weight, check_tensor_size, part_shapes, stage_table
+from megatron_grpo.conversion.reader import HFReader, check_tensors, read_hf_config
+from megatron_grpo.conversion.torch_dist import DistWriter
+from megatron_grpo.conversion.torch_dist_reader import DistReader
+from megatron_grpo.conversion.writer import HFWriter, carry_files
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+DTYPES: dict[DtypeName, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+MARKERS: dict[Kind, str] = {"hf": "config.json", "megatron": TRACKER_FILE}
+
+
+class Source(Protocol):
+    """Where weights come from, as the Hugging Face tensors that each is made of."""
+
+    def weight_dtype(self, weight: Weight) -> torch.dtype: ...
+
+    def parts(self, weight: Weight) -> tuple[torch.Tensor, ...]: ...
+
+    def release(self) -> None:
+        """Give back the memory of what was read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a conversion shall make.
+
+    Attributes:
+        tensor: ranks that tensor parallelism cuts for, and the vocabulary is padded for; Megatron only.
+        pipeline: stages; Megatron only. Uneven ones are as the trainer makes them.
+        dtype: of all weights; ``None`` keeps each as it is.
+        config_dir: config.json and tokenizer come from here, if not from the source.
+    """
+
+    to: Kind
+    tensor: int | None = None
+    pipeline: int | None = None
+    dtype: DtypeName | None = None
+    config_dir: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A conversion whose every precondition is checked.
+
+    Attributes:
+        dtypes: what every weight is written in.
+    """
+
+    source: Source
+    shape: ModelShape
+    carried: Path
+    wish: Wish
+    dtypes: dict[str, torch.dtype]
+
+    def table(self) -> Iterator[Weight]:
+        return stage_table(self.shape, range(self.shape.layers), first=True, last=True)
+
+    def bytes_of(self, weight: Weight) -> int:
+        numbers = sum(math.prod(part) for part in part_shapes(self.shape, weight))
+        return numbers * self.dtypes[weight.megatron].itemsize
+
+    def weights(self, done: Callable[[int], None]) -> Iterator[tuple[Weight, list[torch.Tensor]]]:
+        """Every weight with its Hugging Face tensors; ``done`` hears of each one's bytes once it is used."""
+        layer = None
+        for weight in self.table():
+            if weight.layer != layer:
+                self.source.release()
+                layer = weight.layer
+            yield weight, [self._ready(part, weight) for part in self.source.parts(weight)]
+            done(self.bytes_of(weight))
+
+    def _ready(self, part: torch.Tensor, weight: Weight) -> torch.Tensor:
+        ready = part.to(self.dtypes[weight.megatron])
+        if not all(bool(end.isfinite()) for end in torch.aminmax(ready)):
+            was = "" if all(bool(end.isfinite()) for end in torch.aminmax(part)) else " already in the source"
+            raise ConfigError(
+                f"{' '.join(weight.hf)}: not every number is finite{was} ({part.dtype} to {ready.dtype}); "
+                + ("fetch the source again" if was else "use a dtype with the range of the source")
+            )
+        return ready
+
+
+def convert(
+    source: Path, target: Path, wish: Wish, *, note: Callable[[str], None], progress: Callable[[int, int], None]
+) -> None:
+    """Write the model of ``source`` to ``target``, whole or not at all.
+
+    Args:
+        note: hears what the source is.
+        progress: hears bytes written so far, and in all.
+
+    Raises:
+        ConfigError: the source is damaged, hostile, of another kind or family; the wish does not fit the model; or the
+            target cannot be written. ``target`` stays as it was.
+    """
+    found = recognise(source)
+    carried = wish.config_dir or found.carried
+    if carried is None:
+        raise ConfigError(f"{source} has no {CARRIED}/config.json, which says what the model is; add --config-from DIR")
+    shape = model_shape(read_hf_config(carried))
+    note(f"{source}: {found.words}; {shape.family}, {shape.layers} layers")
+    check_wish(wish, shape)
+    with _opened(found, shape) as reader:
+        table = list(stage_table(shape, range(shape.layers), first=True, last=True))
+        forced = DTYPES[wish.dtype] if wish.dtype else None
+        dtypes = {weight.megatron: forced or reader.weight_dtype(weight) for weight in table}
+        job = Job(reader, shape, carried, wish, dtypes)
+        total = sum(job.bytes_of(weight) for weight in table)
+        try:
+            with fresh_directory(target, (source, carried), marker=MARKERS[wish.to]) as folder:
+                _check_room(folder, total)
+                _write(job, folder, _counter(total, progress))
+        except OSError as error:
+            raise ConfigError(f"{target} was not written ({error.strerror or error}); it is as it was") from error
+
+
+def check_wish(wish: Wish, shape: ModelShape) -> None:
+    """Compare the layout with the model.
+
+    Raises:
+        ConfigError: it does not divide the model, or has no meaning for the format.
+    """
+    if wish.to == "hf":
+        for option, value in (("--tensor", wish.tensor), ("--pipeline", wish.pipeline)):
+            if value is not None:
+                raise ConfigError(
+                    f"{option}={value} has no meaning with --to hf, whose tensors are whole; leave it out"
+                )
+    check_tensor_size(shape, wish.tensor or 1, "--tensor")
+    if (wish.pipeline or 1) > shape.layers:
+        raise ConfigError(f"--pipeline={wish.pipeline} exceeds the model's {shape.layers} layers; use at most that")
+
+
+@contextmanager
+def _opened(found: Found, shape: ModelShape) -> Iterator[Source]:
+    if found.kind == "hf":
+        with HFReader(found.weights, TABLES[shape.family].prefix) as reader:
+            check_tensors(reader, shape)
+            yield reader
+        return
+    yield DistReader(found.weights, shape) if found.kind == "megatron" else LegacyReader(found.weights, shape)
+
+
+def _check_room(folder: Path, total: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < total:
+        raise ConfigError(
+            f"{folder.parent} has {free / 1e9:.1f} GB free and the model takes {total / 1e9:.1f} GB; make room"
+        )
+
+
+def _counter(total: int, progress: Callable[[int, int], None]) -> Callable[[int], None]:
+    done = 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
+    return count
+
+
+def _write(job: Job, folder: Path, done: Callable[[int], None]) -> None:
+    dtype = next(iter(job.dtypes.values()))
+    if job.wish.to == "hf":
+        plan = {
+            name: (part, job.dtypes[weight.megatron])
+            for weight in job.table()
+            for name, part in zip(weight.hf, part_shapes(job.shape, weight), strict=True)
+        }
+        with HFWriter(folder, plan) as writer:
+            for weight, parts in job.weights(done):
+                for name, part in zip(weight.hf, parts, strict=True):
+                    writer.write(name, part)
+        carry_files(job.carried, folder, dtype=dtype)
+        return
+    (folder / RELEASE).mkdir()
+    split = layer_split(job.shape.layers, job.wish.pipeline or 1)
+    with DistWriter(folder / RELEASE, job.shape, tensor=job.wish.tensor or 1, split=split) as dist_writer:
+        for weight, parts in job.weights(done):
+            dist_writer.write(weight, parts)
+    (folder / CARRIED).mkdir()
+    carry_files(job.carried, folder / CARRIED, dtype=dtype)
+    (folder / TRACKER_FILE).write_text(RELEASE, encoding="utf-8")
+
+
+def convert_on_screen(source: Path, target: Path, wish: Wish) -> None:
+    """``convert`` with what it reads, and a bar of bytes and their rate, on stderr."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console)
+    task = bar.add_task(f"to {wish.to}", total=None)
+
+    def progress(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        convert(source, target, wish, note=lambda text: print(text, file=sys.stderr), progress=progress)
+    finally:
+        bar.stop()

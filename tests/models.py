@@ -1,0 +1,45 @@
+"""Small random models of every family that is converted, as transformers writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2_SIZES: dict[str, Any] = {"vocab_size": 61, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SIZES | {"rms_norm_eps": 1e-3, "rope_theta": 500.0}),
+    "smollm2": ("Llama", SIZES | {"tie_word_embeddings": True, "rope_theta": 100000.0}),
+    "mistral": ("Mistral", SIZES | {"sliding_window": None, "head_dim": 10}),
+    "qwen2": ("Qwen2", SIZES | {"tie_word_embeddings": True, "sliding_window": None}),
+    "qwen3": ("Qwen3", SIZES | {"head_dim": 10}),
+    "gpt2": ("GPT2", GPT2_SIZES),
+    "gpt2_wide": ("GPT2", GPT2_SIZES | {"n_inner": 20, "layer_norm_epsilon": 1e-2, "tie_word_embeddings": False}),
+}
+
+
+def random_model(name: str, folder: Path, **changes: Any) -> Path:
+    """Weights far from their usual start, biases and norms included, so that nothing hides in a near-identity."""
+    kind, sizes = MODELS[name]
+    sizes = sizes | changes
+    suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    torch.manual_seed(5)
+    model = getattr(transformers, kind + suffix)(getattr(transformers, f"{kind}Config")(**sizes))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def ids_of(columns: int = 20) -> torch.Tensor:
+    """Token ids ``[2, columns]``, always the same."""
+    return torch.randint(0, 61, (2, columns), generator=torch.Generator().manual_seed(2))

@@ -1,10 +1,16 @@
 """Small random models of every family that is converted, as transformers writes them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from megatron_grpo.backends.megatron.model import stage_layers
+from megatron_grpo.conversion.families import ModelShape
+from megatron_grpo.conversion.files import stage_weights
+from megatron_grpo.conversion.reader import HFReader
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -38,6 +44,22 @@ def random_model(name: str, folder: Path, **changes: Any) -> Path:
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return folder
+
+
+def weights_at(
+    reader: HFReader, shape: ModelShape, split: Sequence[int], stage: int, rank: int, tensor: int
+) -> dict[str, torch.Tensor]:
+    """The fp32 parameters of one rank of a pipeline of ``split`` layers a stage."""
+    return stage_weights(
+        reader,
+        shape,
+        stage_layers(tuple(split), stage),
+        first=stage == 0,
+        last=stage == len(split) - 1,
+        tensor_rank=rank,
+        tensor_size=tensor,
+        dtype=torch.float32,
+    )
 
 
 def ids_of(columns: int = 20) -> torch.Tensor:

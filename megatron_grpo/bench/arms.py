@@ -156,7 +156,7 @@ def _fit_once(learner: Transform, parts: Parts, gradients: Parts, sums: list[tor
         learner.add(sums)
     else:
         _observe(learner, parts, gradients)
-        sums = [part.clone() for part in learner.sums()]
+        sums = learner.sums()
     learner.stage()
     learner.commit()
     return sums

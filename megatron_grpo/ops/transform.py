@@ -358,8 +358,8 @@ def encode_rows(
         decoded_NH = _rebuild(fit, predicted_NH, gain_N, codes_NA, scale_N)
     else:
         parts = []
+        assert fit.chain_HA is not None
         for column in walk.columns():
-            assert fit.chain_HA is not None
             before_nH = _before(walk, column, scale_N)
             gain_n, codes_nA = _quantise(fit, z_NA[column] - before_nH @ fit.chain_HA)
             predicted_nH = predicted_NH[column] + _from_before(fit, before_nH)

@@ -13,11 +13,10 @@ from megatron_grpo.backends.megatron.cpu import megatron_runtime
 from megatron_grpo.backends.megatron.model import POSITIONS, stage_spec, transformer_config
 from megatron_grpo.conversion.convert import Wish, convert
 from megatron_grpo.conversion.families import ModelShape, model_shape
-from megatron_grpo.conversion.files import stage_weights
 from megatron_grpo.conversion.names import padded_vocab
 from megatron_grpo.conversion.reader import HFReader
 from tests.harness import run_ranks
-from tests.models import ids_of, random_model
+from tests.models import ids_of, random_model, weights_at
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 Stage = dict[str, torch.Tensor]
@@ -84,16 +83,7 @@ def to_and_fro(path: Path, tmp_path: Path, written: tuple[int, int], tensor: int
     results = run_ranks(load_and_save, world, ours / "release", shape, tensor, split, theirs)
     with HFReader(path) as reader:
         for (stage, rank), got, logits in results:
-            want = stage_weights(
-                reader,
-                shape,
-                range(sum(split[:stage]), sum(split[: stage + 1])),
-                first=stage == 0,
-                last=stage == len(split) - 1,
-                tensor_rank=rank,
-                tensor_size=tensor,
-                dtype=torch.float32,
-            )
+            want = weights_at(reader, shape, split, stage, rank, tensor)
             assert got.keys() == want.keys()
             assert all(torch.equal(got[name], want[name]) for name in want)
             if logits is not None:

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import FAMILIES, model_shape
-from megatron_grpo.conversion.files import hf_weights, stage_weights
+from megatron_grpo.conversion.files import hf_weights
 from megatron_grpo.conversion.names import TABLES, check_tensor_size, hf_shapes, megatron_shape, stage_table
 from megatron_grpo.conversion.reader import HFReader, check_tensors, read_hf_config
 from megatron_grpo.conversion.shards import to_hf, to_megatron
-from tests.models import GPT2_SIZES, MODELS, SIZES, random_model
+from tests.models import GPT2_SIZES, MODELS, SIZES, random_model, weights_at
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], **SIZES}
 MISTRAL = {"architectures": ["MistralForCausalLM"], **SIZES, "sliding_window": None}
@@ -122,16 +122,7 @@ def round_trip(path: Path, split: list[int], tensor: int) -> None:
     source = load_file(path / "model.safetensors")
     with HFReader(path) as reader:
         stages = {
-            (stage, rank): stage_weights(
-                reader,
-                shape,
-                range(sum(split[:stage]), sum(split[: stage + 1])),
-                first=stage == 0,
-                last=stage == len(split) - 1,
-                tensor_rank=rank,
-                tensor_size=tensor,
-                dtype=torch.float32,
-            )
+            (stage, rank): weights_at(reader, shape, split, stage, rank, tensor)
             for stage in range(len(split))
             for rank in range(tensor)
         }

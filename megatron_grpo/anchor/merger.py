@@ -3,19 +3,17 @@
 M ages: :class:`Fading` says what is left of its weight, ``anchor.gate`` whether it is let through.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import torch
 
 from megatron_grpo.config import AnchorConfig, MergerConfig
-from megatron_grpo.ops.bits import pack_bits, unpack_bits
 from megatron_grpo.ops.merge import agreeing, delayed_ef, ema, signed_ema
+from megatron_grpo.ops.signs import PackedSigns, Signal
 
 Shards = list[torch.Tensor]
-Signal = Sequence[torch.Tensor]
-"""M, shard by shard: fp32, or its signs alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,56 +177,6 @@ class AnchorMemory:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.m = state["m"]
-
-
-class PackedSigns(Sequence[torch.Tensor]):
-    """The signs of shards at one bit an element, 1/32 of fp32; an item is a shard's -1, 0 and 1, fp32, made when read.
-
-    sign(0) is 0 and stays so: a shard with an exact zero in it (the embedding of a token that did not occur) keeps a
-    second bit an element, which tells where. What is merged is bit for bit what the unpacked M gives.
-    """
-
-    def __init__(self, shards: Signal) -> None:
-        self._shapes = [list(shard.shape) for shard in shards]
-        self._above = [_packed(shard > 0) for shard in shards]
-        self._nonzero = [None if bool((shard != 0).all()) else _packed(shard != 0) for shard in shards]
-
-    def __len__(self) -> int:
-        return len(self._shapes)
-
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Signal: ...
-
-    def __getitem__(self, index: int | slice) -> torch.Tensor | Signal:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        shape, nonzero = self._shapes[index], self._nonzero[index]
-        signs = _unpacked(self._above[index], shape) * 2.0 - 1.0
-        return signs if nonzero is None else signs * _unpacked(nonzero, shape)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self[number] for number in range(len(self)))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shapes": self._shapes, "above": self._above, "nonzero": self._nonzero}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "PackedSigns":
-        """What ``state_dict`` wrote."""
-        signs = cls([])
-        signs._shapes, signs._above, signs._nonzero = state["shapes"], state["above"], state["nonzero"]
-        return signs
-
-
-def _packed(flags: torch.Tensor) -> torch.Tensor:
-    return pack_bits(flags.to(torch.uint8).flatten(), 1)
-
-
-def _unpacked(packed: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    return unpack_bits(packed, torch.Size(shape).numel(), 1).float().view(shape)
 
 
 class SignMemory:

@@ -5,17 +5,15 @@ no tensor becomes a stand-in that does nothing, and what Megatron does not put t
 """
 
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import ModelShape
-from megatron_grpo.conversion.names import Weight, check_tensor_size, megatron_shape, stage_table
-from megatron_grpo.conversion.pickles import BROKEN, Inert
+from megatron_grpo.conversion.names import Weight, check_tensor_size, global_name, megatron_shape, stage_table
+from megatron_grpo.conversion.pickles import check_sums, load_mapped
 from megatron_grpo.conversion.shards import to_hf, unshard
 
 RANK = re.compile(r"^mp_rank_(\d+)(?:_(\d+))?$")
@@ -55,7 +53,7 @@ class LegacyReader:
         self._open: dict[int, list[Rank]] = {}
         self._place: dict[str, tuple[int, Weight]] = {}
         for file in self._files.values():
-            _check_sums(file)
+            check_sums(file)
         self._check_stages()
 
     def weight_dtype(self, weight: Weight) -> torch.dtype:
@@ -99,8 +97,7 @@ class LegacyReader:
             for tensor, rank in enumerate(ranks):
                 self._check_rank(self._files[tensor, stage], rank, local)
             for weight in local.values():
-                name = re.sub(r"^(decoder\.layers\.)\d+", partial(_global, layer=weight.layer), weight.megatron)
-                self._place.setdefault(name, (stage, weight))
+                self._place.setdefault(global_name(weight), (stage, weight))
             self.release()
         if first_layer != self._shape.layers:
             raise ConfigError(
@@ -126,10 +123,6 @@ class LegacyReader:
                 )
 
 
-def _global(match: re.Match[str], layer: int | None) -> str:
-    return f"{match[1]}{layer}"
-
-
 def _rank_files(directory: Path) -> dict[tuple[int, int], Path]:
     """The file of every (tensor rank, stage)."""
     found: dict[tuple[int, int], Path] = {}
@@ -147,27 +140,9 @@ def _rank_files(directory: Path) -> dict[tuple[int, int], Path]:
     return found
 
 
-def _check_sums(file: Path) -> None:
-    try:
-        with zipfile.ZipFile(file) as archive:
-            bad = archive.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, OSError, *BROKEN) as error:
-        raise ConfigError(f"{file} is damaged ({error}); fetch it again") from error
-    if bad is not None:
-        raise ConfigError(f"{file} is damaged (checksum of {bad}); fetch it again")
-
-
 def _load(file: Path) -> Rank:
     """Names and numbers of a rank, mapped and not read; norms that Transformer Engine fused get their plain names."""
-    try:
-        others = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        foreign = sorted(name for name in others if name.partition(".")[0] not in INERT_PACKAGES)
-        if foreign:
-            raise ConfigError(f"{file} asks to run {foreign[0]}, which no checkpoint needs; do not use it")
-        with torch.serialization.safe_globals([(Inert, name) for name in others]):
-            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, *BROKEN) as error:
-        raise ConfigError(f"{file} cannot be read as tensors ({str(error).splitlines()[0]}); do not use it") from error
+    content = load_mapped(file, INERT_PACKAGES)
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict):
         raise ConfigError(f"{file} has no table 'model' of one stage (interleaved schedules are not read)")

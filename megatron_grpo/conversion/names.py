@@ -5,6 +5,7 @@ Legend of dimensions: A queries, keys and values together, D head width, F feed-
 x D), P positions, Q queries (heads x D), V vocabulary.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -183,6 +184,16 @@ def stage_table(shape: ModelShape, layers: range, *, first: bool, last: bool) ->
             yield replace(table.head, hf=table.embedding[0].hf)
 
 
+def model_table(shape: ModelShape) -> Iterator[Weight]:
+    """The parameters of the model on one stage: Megatron's names with the global numbers of layers."""
+    return stage_table(shape, range(shape.layers), first=True, last=True)
+
+
+def global_name(weight: Weight) -> str:
+    """The Megatron name of a stage's ``weight`` where the layers of the whole model are numbered through."""
+    return re.sub(r"^decoder\.layers\.\d+\.", f"decoder.layers.{weight.layer}.", weight.megatron)
+
+
 def part_shapes(shape: ModelShape, weight: Weight) -> tuple[tuple[int, ...], ...]:
     """The shapes of ``weight.hf``."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_groups * shape.head_dim
@@ -205,10 +216,20 @@ def megatron_shape(shape: ModelShape, weight: Weight) -> tuple[int, ...]:
     return (sum(part[0] for part in parts), *parts[0][1:])
 
 
+def slice_shape(shape: ModelShape, weight: Weight, tensor: int) -> tuple[int, ...]:
+    """The shape of a tensor rank's slice, the vocabulary padded."""
+    whole = list(megatron_shape(shape, weight))
+    if weight.how == "vocab":
+        whole[0] = padded_vocab(shape.vocab, tensor)
+    if weight.how != "replicated":
+        whole[1 if weight.how == "row" else 0] //= tensor
+    return tuple(whole)
+
+
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in a Hugging Face directory; a tied model has no ``lm_head``."""
     return {
         name: part
-        for weight in stage_table(shape, range(shape.layers), first=True, last=True)
+        for weight in model_table(shape)
         for name, part in zip(weight.hf, part_shapes(shape, weight), strict=True)
     }

@@ -3,6 +3,7 @@
 import io
 import pickle
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -37,7 +38,7 @@ BROKEN = (
 
 
 class Inert:
-    """Stands in for a class of Megatron's that older checkpoints name; it keeps what it is given and does nothing."""
+    """Stands in for a class that a checkpoint names and no tensor needs; it keeps what it is given and does nothing."""
 
     def __init__(self, *args: object) -> None:
         self.args = args
@@ -119,3 +120,40 @@ def load_tensors(part: FileSlice, where: str) -> Any:
     except (zipfile.BadZipFile, NotImplementedError, OSError, *BROKEN) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{where} is damaged or holds more than tensors ({reason}); do not use it") from error
+
+
+def check_sums(file: Path) -> None:
+    """Compare every checksum of what ``torch.save`` wrote.
+
+    Raises:
+        ConfigError: the file is missing, truncated, or a bit of it has changed.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file} is missing; fetch the checkpoint again") from error
+    except (zipfile.BadZipFile, NotImplementedError, OSError, *BROKEN) as error:
+        raise ConfigError(f"{file} is damaged ({error}); fetch it again") from error
+    if bad is not None:
+        raise ConfigError(f"{file} is damaged (checksum of {bad}); fetch it again")
+
+
+def load_mapped(file: Path, inert: Sequence[str] = ()) -> Any:
+    """What ``torch.save`` wrote to ``file``, tensors mapped and not read; checksums are not compared.
+
+    Args:
+        inert: packages whose classes become :class:`Inert`; none of them is imported for it.
+
+    Raises:
+        ConfigError: the file cannot be read, or asks for any other class or function.
+    """
+    try:
+        others = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        foreign = sorted(name for name in others if name.partition(".")[0] not in inert)
+        if foreign:
+            raise ConfigError(f"{file} asks to run {foreign[0]}, which no checkpoint needs; do not use it")
+        with torch.serialization.safe_globals([(Inert, name) for name in others]):
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, *BROKEN) as error:
+        raise ConfigError(f"{file} cannot be read as tensors ({str(error).splitlines()[0]}); do not use it") from error

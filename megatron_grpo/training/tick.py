@@ -14,13 +14,14 @@ import torch
 
 from megatron_grpo.anchor.alarm import Alarm
 from megatron_grpo.anchor.gate import build_gate, cosine
-from megatron_grpo.anchor.merger import Fading, Shards, Signal, build_memory, build_merger
+from megatron_grpo.anchor.merger import Fading, Shards, build_memory, build_merger
 from megatron_grpo.anchor.schedule import AnchorSchedule
 from megatron_grpo.anchor.snapshots import Snapshot, Snapshots
 from megatron_grpo.backends.megatron.schedule import finish_gradients, forward_backward
 from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import Config
 from megatron_grpo.ops.merge import agreement_sums
+from megatron_grpo.ops.signs import Signal
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.training.loss import SUMS, PolicyLoss, Replay, model_inputs
 from megatron_grpo.training.policy import Policy

@@ -11,7 +11,6 @@ from megatron_grpo.anchor.merger import (
     AnchorMemory,
     DelayedEf,
     Fading,
-    PackedSigns,
     SignedEma,
     SignMemory,
     build_memory,
@@ -21,6 +20,7 @@ from megatron_grpo.anchor.schedule import AnchorSchedule
 from megatron_grpo.anchor.snapshots import Snapshot, Snapshots
 from megatron_grpo.config import AnchorConfig, MergerConfig
 from megatron_grpo.ops.merge import agreement_sums
+from megatron_grpo.ops.signs import PackedSigns
 
 BY_HAND = {  # (C, K): fires up to tick 44, ticks remembered for them, {tick: age of M}
     (5, 5): ([5, 10, 15, 20, 25, 30, 35, 40], [0, 5, 10, 15, 20, 25, 30, 35], {4: None, 5: 5, 9: 9, 10: 5}),

@@ -183,6 +183,11 @@ def stage_table(shape: ModelShape, layers: range, *, first: bool, last: bool) ->
             yield replace(table.head, hf=table.embedding[0].hf)
 
 
+def model_table(shape: ModelShape) -> Iterator[Weight]:
+    """The parameters of the whole model."""
+    return stage_table(shape, range(shape.layers), first=True, last=True)
+
+
 def part_shapes(shape: ModelShape, weight: Weight) -> tuple[tuple[int, ...], ...]:
     """The shapes of ``weight.hf``."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_groups * shape.head_dim
@@ -209,6 +214,6 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in a Hugging Face directory; a tied model has no ``lm_head``."""
     return {
         name: part
-        for weight in stage_table(shape, range(shape.layers), first=True, last=True)
+        for weight in model_table(shape)
         for name, part in zip(weight.hf, part_shapes(shape, weight), strict=True)
     }

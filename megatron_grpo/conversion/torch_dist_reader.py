@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import ModelShape
-from megatron_grpo.conversion.names import Weight, megatron_shape, stage_table
+from megatron_grpo.conversion.names import Weight, megatron_shape, model_table
 from megatron_grpo.conversion.pickles import FileSlice, load_metadata, load_tensors
 from megatron_grpo.conversion.shards import to_hf
 from megatron_grpo.conversion.torch_dist import METADATA_FILE, dist_key
@@ -34,7 +34,7 @@ class DistReader:
         _check_files(directory, self._storage.values())
         self._place: dict[str, tuple[tuple[str, ...], int | None]] = {}
         used: set[str] = set()
-        for weight in stage_table(shape, range(shape.layers), first=True, last=True):
+        for weight in model_table(shape):
             keys, layer = self._find(weight)
             self._check_shape(weight, keys, layer)
             self._place[weight.megatron] = (keys, layer)

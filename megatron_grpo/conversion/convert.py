@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_grpo.config import ConfigError, layer_split
-from megatron_grpo.conversion.families import ModelShape, model_shape
+from megatron_grpo.conversion.families import ModelShape
 from megatron_grpo.conversion.folders import fresh_directory
 from megatron_grpo.conversion.formats import CARRIED, RELEASE, TRACKER_FILE, Found, Kind, recognise
 from megatron_grpo.conversion.legacy import LegacyReader
-from megatron_grpo.conversion.names import TABLES, Weight, check_tensor_size, part_shapes, stage_table
-from megatron_grpo.conversion.reader import HFReader, check_tensors, read_hf_config
+from megatron_grpo.conversion.names import Weight, check_tensor_size, model_table, part_shapes
+from megatron_grpo.conversion.reader import hf_source
+from megatron_grpo.conversion.sources import Source, all_parts, examine
 from megatron_grpo.conversion.torch_dist import DistWriter
 from megatron_grpo.conversion.torch_dist_reader import DistReader
 from megatron_grpo.conversion.writer import HFWriter, carry_files
@@ -31,17 +32,6 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "float16": torch.float16,
 }
 MARKERS: dict[Kind, str] = {"hf": "config.json", "megatron": TRACKER_FILE}
-
-
-class Source(Protocol):
-    """Where weights come from, as the Hugging Face tensors that each is made of."""
-
-    def weight_dtype(self, weight: Weight) -> torch.dtype: ...
-
-    def parts(self, weight: Weight) -> tuple[torch.Tensor, ...]: ...
-
-    def release(self) -> None:
-        """Give back the memory of what was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +67,7 @@ class Job:
     dtypes: dict[str, torch.dtype]
 
     def table(self) -> Iterator[Weight]:
-        return stage_table(self.shape, range(self.shape.layers), first=True, last=True)
+        return model_table(self.shape)
 
     def bytes_of(self, weight: Weight) -> int:
         numbers = sum(math.prod(part) for part in part_shapes(self.shape, weight))
@@ -85,12 +75,8 @@ class Job:
 
     def weights(self, done: Callable[[int], None]) -> Iterator[tuple[Weight, list[torch.Tensor]]]:
         """Every weight with its Hugging Face tensors; ``done`` hears of each one's bytes once it is used."""
-        layer = None
-        for weight in self.table():
-            if weight.layer != layer:
-                self.source.release()
-                layer = weight.layer
-            yield weight, [self._ready(part, weight) for part in self.source.parts(weight)]
+        for weight, parts in all_parts(self.source, self.shape):
+            yield weight, [self._ready(part, weight) for part in parts]
             done(self.bytes_of(weight))
 
     def _ready(self, part: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -118,14 +104,12 @@ def convert(
             target cannot be written. ``target`` stays as it was.
     """
     found = recognise(source)
-    carried = wish.config_dir or found.carried
-    if carried is None:
-        raise ConfigError(f"{source} has no {CARRIED}/config.json, which says what the model is; add --config-from DIR")
-    shape = model_shape(read_hf_config(carried))
-    note(f"{source}: {found.words}; {shape.family}, {shape.layers} layers")
+    checkpoint = examine(source, found, wish.config_dir or found.carried)
+    carried, shape = checkpoint.config_dir, checkpoint.shape
+    note(f"{source}: {checkpoint.words}")
     check_wish(wish, shape)
-    with _opened(found, shape) as reader:
-        table = list(stage_table(shape, range(shape.layers), first=True, last=True))
+    with opened(found, shape) as reader:
+        table = list(model_table(shape))
         forced = DTYPES[wish.dtype] if wish.dtype else None
         dtypes = {weight.megatron: forced or reader.weight_dtype(weight) for weight in table}
         job = Job(reader, shape, carried, wish, dtypes)
@@ -156,10 +140,14 @@ def check_wish(wish: Wish, shape: ModelShape) -> None:
 
 
 @contextmanager
-def _opened(found: Found, shape: ModelShape) -> Iterator[Source]:
+def opened(found: Found, shape: ModelShape) -> Iterator[Source]:
+    """The weights of a checkpoint for the length of the block.
+
+    Raises:
+        ConfigError: it is damaged or hostile, or does not hold exactly the model of ``shape``.
+    """
     if found.kind == "hf":
-        with HFReader(found.weights, TABLES[shape.family].prefix) as reader:
-            check_tensors(reader, shape)
+        with hf_source(found.weights, shape) as reader:
             yield reader
         return
     yield DistReader(found.weights, shape) if found.kind == "megatron" else LegacyReader(found.weights, shape)

@@ -19,13 +19,14 @@ from megatron_grpo.conversion.names import (
     padded_vocab,
     stage_table,
 )
-from megatron_grpo.conversion.reader import HFReader, check_tensors
+from megatron_grpo.conversion.reader import HFReader
 from megatron_grpo.conversion.shards import pad_vocab, shard, to_hf, to_megatron, unshard
+from megatron_grpo.conversion.sources import Source
 from megatron_grpo.conversion.writer import MAX_FILE_BYTES, HFWriter, carry_files
 
 
 def stage_weights(
-    reader: HFReader,
+    source: Source,
     shape: ModelShape,
     layers: range,
     *,
@@ -38,18 +39,18 @@ def stage_weights(
     """The Megatron parameters of one rank, as fresh contiguous CPU tensors of ``dtype``.
 
     Args:
+        source: of this very ``shape``, which opening it has checked.
         layers: global numbers of the stage's layers; names come out numbered from 0.
         first: the stage holds the embedding.
         last: the stage holds the final norm and the head (tied and not ``first``: the embedding's copy).
 
     Raises:
-        ConfigError: ``tensor_size`` cuts a KV group, or the directory does not hold exactly this model.
+        ConfigError: ``tensor_size`` cuts a KV group.
     """
     check_tensor_size(shape, tensor_size)
-    check_tensors(reader, shape)
     return {
         weight.megatron: shard(
-            _padded(to_megatron(reader.parts(weight), weight, shape), shape, weight, tensor_size),
+            _padded(to_megatron(source.parts(weight), weight, shape), shape, weight, tensor_size),
             weight.how,
             tensor_rank,
             tensor_size,

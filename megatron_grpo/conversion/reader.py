@@ -1,7 +1,8 @@
 """Hugging Face directories, read: tensors of safetensors files, compared with the model's table."""
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import ModelShape
-from megatron_grpo.conversion.names import DERIVED_ENDINGS, Weight, embedding_name, head_name, hf_shapes
+from megatron_grpo.conversion.names import DERIVED_ENDINGS, TABLES, Weight, embedding_name, head_name, hf_shapes
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What safetensors calls the numbers of models."""
@@ -150,6 +151,18 @@ class HFReader:
             if not (self._directory / file).is_file():
                 raise ConfigError(f"shard {self._directory / file} is missing, though {INDEX_FILE} names it; fetch it")
         return file_of
+
+
+@contextmanager
+def hf_source(directory: Path, shape: ModelShape) -> Iterator[HFReader]:
+    """The weights of a Hugging Face directory for the length of the block.
+
+    Raises:
+        ConfigError: see ``HFReader`` and ``check_tensors``.
+    """
+    with HFReader(directory, TABLES[shape.family].prefix) as reader:
+        check_tensors(reader, shape)
+        yield reader
 
 
 def check_tensors(reader: HFReader, shape: ModelShape) -> None:

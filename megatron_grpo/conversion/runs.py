@@ -1,7 +1,7 @@
 """Checkpoints of a run, read as models: the weights of every stage and tensor rank, put together.
 
-A run checkpoint is a directory with ``run.json`` (where the run stood, and under which settings), ``engine/`` (DeepSpeed's
-files), ``rankNNNNN.pt`` (what each rank of ours remembers) and ``hf/`` (config and tokenizer of the model).
+A run checkpoint is a directory with ``run.json`` (where the run stood, and under which settings), ``engine/``
+(DeepSpeed's files), ``rankNNNNN.pt`` (what each rank of ours remembers) and ``hf/`` (config and tokenizer).
 """
 
 import json
@@ -124,7 +124,7 @@ class RunReader:
         return strip_vocab(whole, self._shape.vocab) if local.how == "vocab" else whole
 
     def _check_stage(self, stage: int) -> None:
-        """Compare what every tensor rank of ``stage`` holds with the model's table, and note the stage of every weight."""
+        """Compare what tensor ranks of ``stage`` hold with the model's table, and note the stage of every weight."""
         for local in stage_weights_of(self._shape, self._layout.pipeline, stage):
             self._place.setdefault(global_name(local), (stage, local))
             if self._shape.tied and local.megatron == "output_layer.weight":
@@ -136,14 +136,14 @@ class RunReader:
             if wrong:
                 raise ConfigError(
                     f"{self._checkpoint}: parameter {wrong[0]} ({len(wrong)} in all) of stage {stage} is "
-                    f"{'missing' if wrong[0] in table else 'surplus'}; use the config.json of the model that was trained"
+                    f"{'missing' if wrong[0] in table else 'surplus'}; use the config.json of the trained model"
                 )
             for name, weight in table.items():
                 wanted = slice_shape(self._shape, weight, self._layout.tensor)
                 if tuple(shapes[name]) != wanted:
                     raise ConfigError(
                         f"{self._checkpoint}: parameter {name} of stage {stage} has shape {list(shapes[name])}, but "
-                        f"config.json makes it {list(wanted)}; use the config.json of the model that was trained"
+                        f"config.json makes it {list(wanted)}; use the config.json of the trained model"
                     )
 
 

@@ -22,6 +22,7 @@ from megatron_grpo.boundary.crossing import Boundaries, build_boundaries
 from megatron_grpo.config import Config, layer_split
 from megatron_grpo.conversion.families import ModelShape, model_shape
 from megatron_grpo.conversion.files import read_embedding
+from megatron_grpo.conversion.reader import hf_source
 from megatron_grpo.parallel.collectives import VocabShards
 from megatron_grpo.parallel.groups import ParallelGroups
 from megatron_grpo.parallel.link import Ledger
@@ -64,15 +65,16 @@ def policy_runtime(
         stack.enter_context(deepspeed_runtime(groups))
         model_dir = Path(cfg.model.path)
         shape = model_shape(load_hf_config(model_dir))
-        stage = build_stage(
-            model_dir,
-            shape,
-            groups,
-            split=tuple(layer_split(shape.layers, groups.layout.pipeline)),
-            dtype=DTYPES[cfg.model.dtype],
-            recompute=cfg.model.recompute,
-            device=device,
-        )
+        with hf_source(model_dir, shape) as source:
+            stage = build_stage(
+                source,
+                shape,
+                groups,
+                split=tuple(layer_split(shape.layers, groups.layout.pipeline)),
+                dtype=DTYPES[cfg.model.dtype],
+                recompute=cfg.model.recompute,
+                device=device,
+            )
         ledger = Ledger()
         link, lean = build_link(cfg, stage, groups, ledger)
         engine = PolicyEngine(stage.module, groups, settings, cfg.optim, tied_copy=_tied_copy(stage, groups))

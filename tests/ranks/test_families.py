@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from megatron_grpo.backends.huggingface import load_hf_config, reference_model
 from megatron_grpo.backends.megatron.cpu import megatron_runtime
-from megatron_grpo.backends.megatron.model import build_stage
+from megatron_grpo.backends.megatron.model import build_stage, whole_logits
 from megatron_grpo.conversion.families import model_shape
+from megatron_grpo.conversion.reader import hf_source
 from megatron_grpo.parallel.groups import Layout, build_groups
 from tests.harness import run_ranks
 from tests.models import MODELS, ids_of, random_model
@@ -21,18 +22,17 @@ def logits(rank: int, world: int, path: Path) -> torch.Tensor:
     shape = model_shape(load_hf_config(path))
     ids_BS = ids_of()
     with megatron_runtime(torch.device("cpu")), torch.no_grad():
-        stage = build_stage(
-            path,
-            shape,
-            groups,
-            split=(shape.layers,),
-            dtype=torch.float32,
-            recompute=False,
-            device=torch.device("cpu"),
-        )
-        length = ids_BS.shape[1]
-        mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        mine = stage.module(ids_BS, torch.arange(length).expand_as(ids_BS), mask)
+        with hf_source(path, shape) as source:
+            stage = build_stage(
+                source,
+                shape,
+                groups,
+                split=(shape.layers,),
+                dtype=torch.float32,
+                recompute=False,
+                device=torch.device("cpu"),
+            )
+        mine = whole_logits(stage, ids_BS)
     shards = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(shards, mine.contiguous())
     return torch.cat(shards, dim=-1)[..., : shape.vocab]

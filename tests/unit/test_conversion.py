@@ -16,7 +16,7 @@ from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import ModelShape, model_shape
 from megatron_grpo.conversion.files import hf_weights, stage_weights, write_hf
 from megatron_grpo.conversion.names import check_tensor_size, hf_shapes, padded_vocab
-from megatron_grpo.conversion.reader import HFReader
+from megatron_grpo.conversion.reader import HFReader, hf_source
 from megatron_grpo.conversion.shards import (
     fuse_gate_up,
     fuse_qkv,
@@ -90,10 +90,10 @@ def all_stages(
     path: Path, split: list[int], tensor: int, dtype: torch.dtype = torch.float32
 ) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
     ends = [sum(split[:n]) for n in range(len(split) + 1)]
-    with HFReader(path) as reader:
+    with hf_source(path, shape_of(path)) as source:
         return {
             (stage, rank): stage_weights(
-                reader,
+                source,
                 shape_of(path),
                 range(*bounds),
                 first=stage == 0,

@@ -1,9 +1,8 @@
-"""One pipeline stage as a Megatron-core GPTModel, with weights from a Hugging Face directory."""
+"""One pipeline stage as a Megatron-core GPTModel, with weights from a checkpoint."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_grpo.conversion.families import Activation, ModelShape, Positions
 from megatron_grpo.conversion.files import stage_weights
 from megatron_grpo.conversion.names import padded_vocab, stage_table
-from megatron_grpo.conversion.reader import HFReader
+from megatron_grpo.conversion.sources import Source
 from megatron_grpo.parallel.groups import ParallelGroups
 
 ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -124,7 +123,7 @@ def stage_layers(split: tuple[int, ...], stage: int) -> range:
 
 
 def build_stage(
-    model_dir: Path,
+    source: Source,
     shape: ModelShape,
     groups: ParallelGroups,
     *,
@@ -136,11 +135,11 @@ def build_stage(
     """Build this rank's stage and load its weights. Call inside ``megatron_runtime``.
 
     Args:
-        model_dir: Hugging Face directory with safetensors.
+        source: holds the weights of ``shape``.
         split: layers of every stage; uneven splits are fine.
 
     Raises:
-        ConfigError: weights are missing, surplus or misshapen.
+        ConfigError: the tensor-parallel size does not divide the model.
     """
     tensor = groups.layout.tensor
     layers = stage_layers(split, groups.at.pipeline)
@@ -158,20 +157,32 @@ def build_stage(
         rotary_base=shape.rope_theta,
         pg_collection=collection,
     )
-    with HFReader(model_dir) as reader:
-        weights = stage_weights(
-            reader,
-            shape,
-            layers,
-            first=groups.is_first_stage,
-            last=groups.is_last_stage,
-            tensor_rank=groups.at.tensor,
-            tensor_size=tensor,
-            dtype=dtype,
-        )
+    weights = stage_weights(
+        source,
+        shape,
+        layers,
+        first=groups.is_first_stage,
+        last=groups.is_last_stage,
+        tensor_rank=groups.at.tensor,
+        tensor_size=tensor,
+        dtype=dtype,
+    )
     load_weights(module, weights)
     mark_sharded(module, shape, layers, groups)
     return Stage(module.to(device), shape, layers, split, collection)
+
+
+def whole_logits(stage: Stage, ids_BS: torch.Tensor) -> torch.Tensor:
+    """Logits ``[B, S, V]`` of sequences without padding. Call inside ``megatron_runtime``.
+
+    Args:
+        stage: holds every layer; where tensor ranks cut it, the result is this rank's slice of the padded vocabulary.
+    """
+    length = ids_BS.shape[1]
+    unseen_SS = torch.ones(length, length, dtype=torch.bool, device=ids_BS.device).triu(1)[None, None]
+    positions_BS = torch.arange(length, device=ids_BS.device).expand_as(ids_BS)
+    logits_BSV: torch.Tensor = stage.module(ids_BS, positions_BS, unseen_SS)
+    return logits_BSV[..., : stage.shape.vocab] if stage.collection.tp.size() == 1 else logits_BSV
 
 
 def mark_sharded(module: torch.nn.Module, shape: ModelShape, layers: range, groups: ParallelGroups) -> None:

@@ -148,12 +148,19 @@ def report(
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint; its format is recognised.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="To write; an older one of the same kind is replaced.")],
-    to: Annotated[Literal["hf", "megatron"], typer.Option(help="Hugging Face safetensors, or Megatron's torch_dist.")],
+    to: Annotated[
+        Literal["hf", "megatron", "deepspeed-universal"],
+        typer.Option(help="Hugging Face safetensors, Megatron's torch_dist, or a run's state for any topology."),
+    ],
     tensor: Annotated[
         int | None, typer.Option(min=1, help="Tensor ranks, for megatron; 1 by default.", show_default=False)
     ] = None,
     pipeline: Annotated[
         int | None, typer.Option(min=1, help="Pipeline stages, for megatron; 1 by default.", show_default=False)
+    ] = None,
+    data: Annotated[
+        int | None,
+        typer.Option(min=1, help="Data ranks of the run to come, for deepspeed-universal.", show_default=False),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of all weights; kept by default.")
@@ -163,7 +170,7 @@ def convert(
         typer.Option(metavar="DIR", help="Hugging Face directory with config and tokenizer, where SRC has none."),
     ] = None,
 ) -> None:
-    """Convert a checkpoint between Hugging Face and Megatron, bit by bit the same weights."""
+    """Convert a checkpoint between Hugging Face, Megatron and DeepSpeed, bit by bit the same weights."""
     with _config_errors():
         from megatron_grpo.launch import require_engines
 
@@ -171,7 +178,7 @@ def convert(
         _quiet_engines()
         from megatron_grpo.conversion.convert import Wish, convert_on_screen
 
-        wish = Wish(to=to, tensor=tensor, pipeline=pipeline, dtype=dtype, config_dir=config_from)
+        wish = Wish(to=to, tensor=tensor, pipeline=pipeline, data=data, dtype=dtype, config_dir=config_from)
         convert_on_screen(source, target, wish)
 
 

@@ -9,6 +9,7 @@ place. A rule that works elementwise on shards is the same rule at every ZeRO st
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,8 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from megatron_grpo.backends.apex import nvidia_apex_available
 from megatron_grpo.backends.patching import replaced
 from megatron_grpo.config import OptimConfig
+from megatron_grpo.conversion.engine_files import STATES, State
+from megatron_grpo.conversion.fragments import Fragment
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import ParallelGroups
 
@@ -150,7 +153,8 @@ class PolicyEngine:
         self.zero_stage: int = settings["zero_optimization"]["stage"]
         self._tied_copy = tied_copy
         optimizer = _adamw(module, optim)
-        self._parameters = list(module.parameters())
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._parameters = list(self._names)
         settings = {key: value for key, value in settings.items() if key != "optimizer"}
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=settings, mpu=Mpu(groups), dist_init_required=False
@@ -261,6 +265,83 @@ class PolicyEngine:
             return [parameter.ds_tensor.data for parameter in self._parameters]
         return [parameter.data for parameter in self._parameters]
 
+    def gradient_fragments(self) -> list[Fragment]:
+        """Where the shards of :meth:`gradients` lie in the stage's parameters."""
+        if self.zero_stage == 0:
+            return [_whole_fragment(name, parameter) for name, parameter in self._named()]
+        if self.zero_stage == 3:
+            groups = self.engine.optimizer.fp16_groups
+            return [self._partition(parameter) for group in groups for parameter in group]
+        return [fragment for _, places in self._masters() for fragment, _ in places]
+
+    def weight_fragments(self) -> list[Fragment]:
+        """Where the shards of :meth:`weights` lie in the stage's parameters."""
+        if self.zero_stage == 3:
+            return [self._partition(parameter) for parameter in self._parameters]
+        return [_whole_fragment(name, parameter) for name, parameter in self._named()]
+
+    def load_masters(self, slice_of: Callable[[str, State], torch.Tensor], updates: float) -> None:
+        """Take over weights and Adam's moments from whatever they were saved by, at any topology and ZeRO stage.
+
+        Args:
+            slice_of: fp32, of a parameter's name on this stage: this tensor rank's slice.
+            updates: that Adam has made.
+        """
+        optimizer = self.engine.optimizer if self.zero_stage == 0 else self.engine.optimizer.optimizer
+        for flat, places in self._masters():
+            state: dict[str, torch.Tensor] = {key: torch.zeros_like(flat.data) for key in STATES[1:]}
+            for fragment, start in places:
+                if fragment.name is not None:
+                    for key in STATES:
+                        target = (flat.data if key == "fp32" else state[key]).view(-1)
+                        shard = fragment.cut(slice_of(fragment.name, key)).flatten()
+                        target[start : start + len(shard)] = shard
+            if isinstance(optimizer, torch.optim.AdamW):
+                state["step"] = torch.tensor(updates)
+            optimizer.state[flat] = state
+        if not isinstance(optimizer, torch.optim.AdamW):  # Apex counts once for a group
+            for group in optimizer.param_groups:
+                group["step"] = int(updates)
+        if self.zero_stage in (1, 2):
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        self._load([x.cut(slice_of(str(x.name), "fp32")) for x in self.weight_fragments()])
+
+    def _masters(self) -> list[tuple[torch.Tensor, list[tuple[Fragment, int]]]]:
+        """The tensors that the optimizer steps, and which fragment begins where in each."""
+        optimizer = self.engine.optimizer
+        if self.zero_stage == 0:
+            return [(parameter, [(_whole_fragment(name, parameter), 0)]) for name, parameter in self._named()]
+        if self.zero_stage == 3:
+            flats, members = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
+            fragments = [[self._partition(parameter) for parameter in group] for group in members]
+        else:
+            flats, members = optimizer.single_partition_of_fp32_groups, optimizer.params_in_partition
+            fragments = [[self._range(parameter) for parameter in group] for group in members]
+        masters = []
+        for flat, group in zip(flats, fragments, strict=True):
+            ends = list(accumulate(fragment.shape.numel() for fragment in group))
+            left = flat.numel() - (ends[-1] if ends else 0)
+            if left:  # at the end of the last data rank's partition
+                group, ends = [*group, Fragment(None, 0, 0, torch.Size([left]))], [*ends, flat.numel()]
+            masters.append((flat, list(zip(group, [0, *ends], strict=False))))
+        return masters
+
+    def _range(self, parameter: torch.nn.Parameter) -> Fragment:
+        """ZeRO 1 and 2: what this rank's range holds of a parameter."""
+        address = parameter._hp_mapping.lp_fragment_address
+        whole = address.numel == parameter.numel()
+        shape = parameter.shape if whole else torch.Size([address.numel])
+        return Fragment(self._names[parameter], address.start, address.numel, shape)
+
+    def _partition(self, parameter: torch.nn.Parameter) -> Fragment:
+        """ZeRO 3: this rank's share of a parameter; the last ones may be padded."""
+        share = parameter.ds_tensor.numel()
+        start = min(self.groups.at.data * share, parameter.ds_numel)
+        return Fragment(self._names[parameter], start, min(share, parameter.ds_numel - start), torch.Size([share]))
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((self._names[parameter], parameter) for parameter in self._parameters)
+
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
         """Inside the block every parameter is whole on every rank. Collective over the data-parallel group."""
@@ -279,3 +360,7 @@ class PolicyEngine:
         loaded, _ = self.engine.load_checkpoint(str(folder), tag=tag)
         if loaded is None:
             raise FileNotFoundError(f"no engine state in {folder / tag}")
+
+
+def _whole_fragment(name: str, parameter: torch.nn.Parameter) -> Fragment:
+    return Fragment(name, 0, parameter.numel(), parameter.shape)

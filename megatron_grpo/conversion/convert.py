@@ -3,7 +3,7 @@
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +16,18 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megatron_grpo.config import ConfigError, layer_split
 from megatron_grpo.conversion.families import ModelShape
 from megatron_grpo.conversion.folders import fresh_directory
-from megatron_grpo.conversion.formats import CARRIED, RELEASE, TRACKER_FILE, Found, Kind, recognise
+from megatron_grpo.conversion.formats import CARRIED, RELEASE, RUN_FILE, TRACKER_FILE, ZERO, Found, Kind, recognise
 from megatron_grpo.conversion.legacy import LegacyReader
 from megatron_grpo.conversion.names import Weight, check_tensor_size, model_table, part_shapes
 from megatron_grpo.conversion.reader import hf_source
-from megatron_grpo.conversion.sources import Source, all_parts, examine
+from megatron_grpo.conversion.run_state import UniversalState
+from megatron_grpo.conversion.runs import RunReader, Topology, read_run
+from megatron_grpo.conversion.sources import Checkpoint, Source, all_parts, examine
 from megatron_grpo.conversion.torch_dist import DistWriter
 from megatron_grpo.conversion.torch_dist_reader import DistReader
+from megatron_grpo.conversion.universal import OPTIMIZER_STATE, UniversalReader, universal_bytes, write_universal
 from megatron_grpo.conversion.writer import HFWriter, carry_files
+from megatron_grpo.parallel.groups import Layout
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[DtypeName, torch.dtype] = {
@@ -31,7 +35,12 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-MARKERS: dict[Kind, str] = {"hf": "config.json", "megatron": TRACKER_FILE}
+MARKERS: dict[Kind, str] = {
+    "hf": "config.json",
+    "megatron": TRACKER_FILE,
+    "deepspeed-universal": f"{ZERO}/{OPTIMIZER_STATE}",
+}
+MANIFEST = "checkpoint.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +48,19 @@ class Wish:
     """What a conversion shall make.
 
     Attributes:
-        tensor: ranks that tensor parallelism cuts for, and the vocabulary is padded for; Megatron only.
-        pipeline: stages; Megatron only. Uneven ones are as the trainer makes them.
-        dtype: of all weights; ``None`` keeps each as it is.
+        tensor: ranks that tensor parallelism cuts for, and the vocabulary is padded for; not for Hugging Face. A
+            universal checkpoint is the same for every topology; one that is given is compared with the model and with
+            what the source remembers.
+        pipeline: stages; not for Hugging Face. Uneven ones are as the trainer makes them.
+        data: data-parallel ranks of the run to come; universal only.
+        dtype: of all weights; ``None`` keeps each as it is. Not for universal, whose masters are float32.
         config_dir: config.json and tokenizer come from here, if not from the source.
     """
 
     to: Kind
     tensor: int | None = None
     pipeline: int | None = None
+    data: int | None = None
     dtype: DtypeName | None = None
     config_dir: Path | None = None
 
@@ -108,18 +121,63 @@ def convert(
     carried, shape = checkpoint.config_dir, checkpoint.shape
     note(f"{source}: {checkpoint.words}")
     check_wish(wish, shape)
+    if wish.to == "deepspeed-universal":
+        _convert_run(checkpoint, target, wish, note, progress)
+        return
     with opened(found, shape) as reader:
         table = list(model_table(shape))
         forced = DTYPES[wish.dtype] if wish.dtype else None
         dtypes = {weight.megatron: forced or reader.weight_dtype(weight) for weight in table}
         job = Job(reader, shape, carried, wish, dtypes)
         total = sum(job.bytes_of(weight) for weight in table)
-        try:
-            with fresh_directory(target, (source, carried), marker=MARKERS[wish.to]) as folder:
-                _check_room(folder, total)
-                _write(job, folder, _counter(total, progress))
-        except OSError as error:
-            raise ConfigError(f"{target} was not written ({error.strerror or error}); it is as it was") from error
+        with _written(target, (source, carried), wish.to, total) as folder:
+            _write(job, folder, _counter(total, progress))
+
+
+@contextmanager
+def _written(target: Path, sources: Sequence[Path], to: Kind, total: int) -> Iterator[Path]:
+    """A folder to write ``total`` bytes into, which becomes ``target``."""
+    try:
+        with fresh_directory(target, sources, marker=MARKERS[to]) as folder:
+            _check_room(folder, total)
+            yield folder
+    except OSError as error:
+        raise ConfigError(f"{target} was not written ({error.strerror or error}); it is as it was") from error
+
+
+def _convert_run(
+    checkpoint: Checkpoint, target: Path, wish: Wish, note: Callable[[str], None], progress: Callable[[int, int], None]
+) -> None:
+    """A run's checkpoint without its topology; what a topology that was asked for cannot hold is told."""
+    source, shape = checkpoint.found.weights, checkpoint.shape
+    if checkpoint.found.kind == "universal":
+        raise ConfigError(f"{source} is a universal checkpoint already; resume from it with train --resume {source}")
+    if checkpoint.found.kind != "run":
+        raise ConfigError(
+            f"{source} holds weights alone, without the state of an optimizer; a run starts from them with model.path "
+            "(for Megatron's, after --to hf)"
+        )
+    facts = read_run(source)
+    total = sum(universal_bytes(shape).values())
+    with _written(target, (source, checkpoint.config_dir), wish.to, total) as folder:
+        write_universal(source, facts, shape, folder, _counter(total, progress))
+        (folder / CARRIED).mkdir()
+        carry_files(checkpoint.config_dir, folder / CARRIED, dtype=facts.dtype)
+        for name in (RUN_FILE, MANIFEST):
+            shutil.copyfile(source / name, folder / name)
+        for sentence in _dropped(folder, facts.topology, wish):
+            note(sentence)
+
+
+def _dropped(folder: Path, written: Topology, wish: Wish) -> list[str]:
+    """What a run in the topology of ``wish`` will start without; nothing where it names none."""
+    if (wish.tensor, wish.pipeline, wish.data) == (None, None, None):
+        return []
+    stages = wish.pipeline or written.stages
+    layout = Layout(
+        stages if written.spread else 1, wish.data or written.layout.data, wish.tensor or written.layout.tensor
+    )
+    return UniversalState(folder, written).dropped(Topology(layout, stages))
 
 
 def check_wish(wish: Wish, shape: ModelShape) -> None:
@@ -128,12 +186,18 @@ def check_wish(wish: Wish, shape: ModelShape) -> None:
     Raises:
         ConfigError: it does not divide the model, or has no meaning for the format.
     """
-    if wish.to == "hf":
-        for option, value in (("--tensor", wish.tensor), ("--pipeline", wish.pipeline)):
-            if value is not None:
-                raise ConfigError(
-                    f"{option}={value} has no meaning with --to hf, whose tensors are whole; leave it out"
-                )
+    useless: dict[Kind, tuple[tuple[str, object, str], ...]] = {
+        "hf": (
+            ("--tensor", wish.tensor, "whose tensors are whole"),
+            ("--pipeline", wish.pipeline, "whose tensors are whole"),
+            ("--data", wish.data, "whose tensors are whole"),
+        ),
+        "megatron": (("--data", wish.data, "which every data rank reads alike"),),
+        "deepspeed-universal": (("--dtype", wish.dtype, "whose master weights stay float32"),),
+    }
+    for option, value, why in useless[wish.to]:
+        if value is not None:
+            raise ConfigError(f"{option}={value} has no meaning with --to {wish.to}, {why}; leave it out")
     check_tensor_size(shape, wish.tensor or 1, "--tensor")
     if (wish.pipeline or 1) > shape.layers:
         raise ConfigError(f"--pipeline={wish.pipeline} exceeds the model's {shape.layers} layers; use at most that")
@@ -149,8 +213,13 @@ def opened(found: Found, shape: ModelShape) -> Iterator[Source]:
     if found.kind == "hf":
         with hf_source(found.weights, shape) as reader:
             yield reader
-        return
-    yield DistReader(found.weights, shape) if found.kind == "megatron" else LegacyReader(found.weights, shape)
+    elif found.kind == "megatron":
+        yield DistReader(found.weights, shape)
+    elif found.kind == "legacy":
+        yield LegacyReader(found.weights, shape)
+    else:
+        reader_of = RunReader if found.kind == "run" else UniversalReader
+        yield reader_of(found.weights, read_run(found.weights), shape)
 
 
 def _check_room(folder: Path, total: int) -> None:

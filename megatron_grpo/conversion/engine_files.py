@@ -23,6 +23,7 @@ STATES: tuple[State, ...] = get_args(State)
 
 INERT_PACKAGES = ("deepspeed",)
 NO_PARAMETER = "_extra_state"
+VERSION = "ds_version"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,13 @@ class RankParameters:
         shapes: of the slices, by the parameter's name on its stage.
         parts: flat fp32 parts by name and state, in the order of data ranks; mapped, not read.
         step: Adam's count of updates.
+        version: of the DeepSpeed that wrote the files.
     """
 
     shapes: Mapping[str, torch.Size]
     parts: Mapping[tuple[str, State], Sequence[torch.Tensor]]
     step: float
+    version: str
 
 
 class EngineFiles:
@@ -65,6 +68,11 @@ class EngineFiles:
     def step(self, stage: int) -> float:
         """Updates that Adam has made."""
         return self._rank(stage, 0).step
+
+    @property
+    def version(self) -> str:
+        """Of the DeepSpeed that wrote the files."""
+        return self._rank(0, 0).version
 
     def slice(self, stage: int, tensor: int, name: str, state: State) -> torch.Tensor:
         """fp32 slice of ``name`` on a tensor rank; it may be mapped.
@@ -133,11 +141,14 @@ class EngineFiles:
                 if adam[number][state].shape != weight.shape:
                     raise ConfigError(f"{self._model_file(model)}: {state} number {number} is not that of {name}")
                 parts[name, state] = [adam[number][state].flatten()]
-        return RankParameters({name: x.shape for name, x in weights.items()}, parts, _step(adam[0], groups))
+        return RankParameters(
+            {name: x.shape for name, x in weights.items()}, parts, _step(adam[0], groups), content[VERSION]
+        )
 
     def _read_zero_12(self, model: int) -> RankParameters:
         """Each data rank has one range of every group, and says where in it which parameter lies."""
-        shapes = _merged(load_mapped(self._model_file(model), INERT_PACKAGES)["param_shapes"])
+        content = load_mapped(self._model_file(model), INERT_PACKAGES)
+        shapes = _merged(content["param_shapes"])
         parts: dict[tuple[str, State], list[torch.Tensor]] = {(name, x): [] for name in shapes for x in STATES}
         optimizers = self._optimizers(model)
         for optimizer in optimizers:
@@ -149,11 +160,12 @@ class EngineFiles:
                     for state in STATES:
                         parts[name, state].append(flat[state][start : start + count])
         base = optimizers[0]["base_optimizer_state"]
-        return RankParameters(shapes, parts, _step(base["state"][0], base["param_groups"]))
+        return RankParameters(shapes, parts, _step(base["state"][0], base["param_groups"]), content[VERSION])
 
     def _read_zero_3(self, model: int) -> RankParameters:
         """Each parameter is cut evenly among data ranks, the last part padded; every sub-group is a flat tensor."""
-        groups = load_mapped(self._model_file(model), INERT_PACKAGES)["param_shapes"]
+        content = load_mapped(self._model_file(model), INERT_PACKAGES)
+        groups = content["param_shapes"]
         shapes = _merged(groups)
         parts: dict[tuple[str, State], list[torch.Tensor]] = {(name, x): [] for name in shapes for x in STATES}
         optimizers = self._optimizers(model)
@@ -169,7 +181,7 @@ class EngineFiles:
                         parts[name, state].append(flat[state][start : start + count])
                     start += share
         base = optimizers[0]["optimizer_state_dict"]
-        return RankParameters(shapes, parts, _step(base["state"][0], base["param_groups"]))
+        return RankParameters(shapes, parts, _step(base["state"][0], base["param_groups"]), content[VERSION])
 
 
 def _merged(groups: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:

@@ -12,15 +12,13 @@ import torch
 from megatron_grpo.conversion.families import ModelShape
 from megatron_grpo.conversion.folders import fresh_directory
 from megatron_grpo.conversion.names import (
-    Weight,
     check_tensor_size,
     embedding_name,
     hf_shapes,
-    padded_vocab,
     stage_table,
 )
 from megatron_grpo.conversion.reader import HFReader
-from megatron_grpo.conversion.shards import pad_vocab, shard, to_hf, to_megatron, unshard
+from megatron_grpo.conversion.shards import slice_of, to_hf, to_megatron, unshard
 from megatron_grpo.conversion.sources import Source
 from megatron_grpo.conversion.writer import MAX_FILE_BYTES, HFWriter, carry_files
 
@@ -49,11 +47,8 @@ def stage_weights(
     """
     check_tensor_size(shape, tensor_size)
     return {
-        weight.megatron: shard(
-            _padded(to_megatron(source.parts(weight), weight, shape), shape, weight, tensor_size),
-            weight.how,
-            tensor_rank,
-            tensor_size,
+        weight.megatron: slice_of(
+            to_megatron(source.parts(weight), weight, shape), weight, shape, tensor_rank, tensor_size
         ).to(dtype, copy=True, memory_format=torch.contiguous_format)
         for weight in stage_table(shape, layers, first=first, last=last)
     }
@@ -63,10 +58,6 @@ def read_embedding(directory: Path, shape: ModelShape) -> torch.Tensor:
     """The token embedding ``[V, H]`` fp32 of a Hugging Face directory."""
     with HFReader(directory) as reader:
         return reader.get(embedding_name(shape)).float()
-
-
-def _padded(whole: torch.Tensor, shape: ModelShape, weight: Weight, tensor_size: int) -> torch.Tensor:
-    return pad_vocab(whole, padded_vocab(shape.vocab, tensor_size)) if weight.how == "vocab" else whole
 
 
 def hf_weights(

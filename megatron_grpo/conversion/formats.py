@@ -8,7 +8,10 @@ from typing import Literal
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.reader import INDEX_FILE, WEIGHTS_FILE
 
-Kind = Literal["hf", "megatron"]
+Kind = Literal["hf", "megatron", "deepspeed-universal"]
+RUN_FILE = "run.json"
+ENGINE, ZERO = "engine", "zero"
+"""In a checkpoint of a run: DeepSpeed's files by rank, or in a universal one its parameters."""
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 CARRIED = "hf"
@@ -25,7 +28,7 @@ class Found:
         words: the format, for people.
     """
 
-    kind: Literal["hf", "megatron", "legacy"]
+    kind: Literal["hf", "megatron", "legacy", "run", "universal"]
     weights: Path
     carried: Path | None
     words: str
@@ -39,6 +42,10 @@ def recognise(path: Path) -> Found:
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is {'a file' if path.exists() else 'not there'}; give the directory of a checkpoint")
+    if (path / RUN_FILE).is_file():
+        return _of_a_run(path)
+    if (path / "checkpoints").is_dir():
+        return _of_a_run(_latest(path / "checkpoints"))
     if (path / TRACKER_FILE).is_file():
         return _megatron(_tracked(path), path)
     if _is_torch_dist(path) or _is_legacy(path):
@@ -51,11 +58,35 @@ def recognise(path: Path) -> Found:
             "they are read; load it with transformers and save_pretrained it as safetensors"
         )
     if (path / "latest").is_file() or any(path.glob("*model_states.pt")) or (path / "zero").is_dir():
-        raise ConfigError(f"{path} is a DeepSpeed checkpoint, which is not read here; give its Hugging Face export")
+        raise ConfigError(
+            f"{path} holds DeepSpeed's files without {RUN_FILE}, which says how the ranks cut the model; give a "
+            "checkpoint of a run of megatron-grpo, or the Hugging Face export of this one"
+        )
     raise ConfigError(
         f"{path} is no checkpoint that is known here: it has neither {WEIGHTS_FILE} or {INDEX_FILE} (Hugging Face) nor "
-        f"{TRACKER_FILE} or metadata.json (Megatron); give the directory that has"
+        f"{TRACKER_FILE} or metadata.json (Megatron) nor {RUN_FILE} (a run); give the directory that has"
     )
+
+
+def _of_a_run(path: Path) -> Found:
+    """A checkpoint of a run, as its ranks wrote it or without a topology."""
+    carried = path / CARRIED if (path / CARRIED / "config.json").is_file() else None
+    if (path / ENGINE).is_dir():
+        return Found("run", path, carried, f"checkpoint of a run, DeepSpeed's files, {path.name}")
+    if (path / ZERO).is_dir():
+        return Found("universal", path, carried, "universal DeepSpeed checkpoint")
+    raise ConfigError(f"{path} has {RUN_FILE}, but neither {ENGINE}/ nor {ZERO}/; fetch the checkpoint again")
+
+
+def _latest(checkpoints: Path) -> Path:
+    """The checkpoint of a run directory that the run would go on from."""
+    tracker = checkpoints / "latest"
+    name = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
+    if Path(name).name != name or not (checkpoints / name / RUN_FILE).is_file():
+        raise ConfigError(
+            f"{checkpoints} has no checkpoint that its file latest names; give the checkpoint's directory"
+        )
+    return checkpoints / name
 
 
 def _tracked(path: Path) -> Path:

@@ -194,6 +194,12 @@ def global_name(weight: Weight) -> str:
     return re.sub(r"^decoder\.layers\.\d+\.", f"decoder.layers.{weight.layer}.", weight.megatron)
 
 
+def stored_name(shape: ModelShape, weight: Weight) -> str:
+    """Under which name of :func:`model_table` a stage's ``weight`` is found: a tied head is the embedding."""
+    tied_copy = shape.tied and weight.megatron == TABLES[shape.family].head.megatron
+    return TABLES[shape.family].embedding[0].megatron if tied_copy else global_name(weight)
+
+
 def part_shapes(shape: ModelShape, weight: Weight) -> tuple[tuple[int, ...], ...]:
     """The shapes of ``weight.hf``."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_groups * shape.head_dim

@@ -15,28 +15,41 @@ import torch
 from megatron_grpo.config import ConfigError, layer_split
 from megatron_grpo.conversion.engine_files import EngineFiles, State
 from megatron_grpo.conversion.families import ModelShape
+from megatron_grpo.conversion.formats import ENGINE, RUN_FILE
 from megatron_grpo.conversion.names import Weight, global_name, slice_shape, stage_table
 from megatron_grpo.conversion.shards import strip_vocab, to_hf, unshard
 from megatron_grpo.parallel.groups import Layout
 
-ENGINE = "engine"
-RUN_FILE = "run.json"
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How a run spreads the model.
+
+    Attributes:
+        layout: its ranks; with ``parallel.placement=one_process`` the pipeline is one rank.
+        stages: of the pipeline, wherever they run.
+    """
+
+    layout: Layout
+    stages: int
+
+    @property
+    def spread(self) -> bool:
+        """Whether each stage has ranks of its own."""
+        return self.layout.pipeline == self.stages
+
+    @property
+    def words(self) -> str:
+        """Stages and where they run, for people."""
+        return f"{self.stages} stages" + ("" if self.spread else " in one process")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What ``run.json`` says of the run that wrote a checkpoint.
-
-    Attributes:
-        content: the whole file.
-        layout: its ranks; with ``parallel.placement=one_process`` the pipeline is one rank.
-        stages: of the pipeline, wherever they ran.
-    """
+    """What ``run.json`` says of the run that wrote a checkpoint; ``content`` is the whole file."""
 
     content: Mapping[str, Any]
-    layout: Layout
-    stages: int
-    placement: str
+    topology: Topology
     zero_stage: int
     dtype: torch.dtype
 
@@ -54,14 +67,8 @@ def read_run(checkpoint: Path) -> RunFacts:
         parallel, together = settings["parallel"], settings["parallel"]["placement"] == "one_process"
         layout = Layout(1 if together else parallel["pipeline"], parallel["data"], parallel["tensor"])
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        return RunFacts(
-            content,
-            layout,
-            parallel["pipeline"],
-            parallel["placement"],
-            settings["deepspeed"]["zero_stage"],
-            dtype[settings["model"]["dtype"]],
-        )
+        topology = Topology(layout, parallel["pipeline"])
+        return RunFacts(content, topology, settings["deepspeed"]["zero_stage"], dtype[settings["model"]["dtype"]])
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); give a checkpoint of a run") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -76,11 +83,11 @@ class RunReader:
     """
 
     def __init__(self, checkpoint: Path, facts: RunFacts, shape: ModelShape) -> None:
-        self._checkpoint, self._shape, self._dtype, self._layout = checkpoint, shape, facts.dtype, facts.layout
-        self._files = EngineFiles(checkpoint / ENGINE, facts.layout, facts.zero_stage)
+        self._checkpoint, self._shape, self._dtype, self._layout = checkpoint, shape, facts.dtype, facts.topology.layout
+        self._files = EngineFiles(checkpoint / ENGINE, facts.topology.layout, facts.zero_stage)
         self._place: dict[str, tuple[int, Weight]] = {}
         self._copy: Weight | None = None
-        for stage in range(facts.layout.pipeline):
+        for stage in range(facts.topology.layout.pipeline):
             self._check_stage(stage)
             self._files.release()
 
@@ -88,6 +95,11 @@ class RunReader:
     def step(self) -> float:
         """Updates that Adam has made."""
         return self._files.step(0)
+
+    @property
+    def deepspeed_version(self) -> str:
+        """Of the DeepSpeed that wrote the checkpoint."""
+        return self._files.version
 
     def weight_dtype(self, weight: Weight) -> torch.dtype:
         """The dtype that the run trains in; it is a rounding of the master weights."""

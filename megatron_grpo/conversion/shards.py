@@ -14,7 +14,7 @@ import torch
 
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import ModelShape
-from megatron_grpo.conversion.names import How, Weight
+from megatron_grpo.conversion.names import How, Weight, padded_vocab
 
 
 def fuse_qkv(q_QH: torch.Tensor, k_KH: torch.Tensor, v_KH: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
@@ -83,6 +83,12 @@ def shard(tensor: torch.Tensor, how: How, rank: int, size: int) -> torch.Tensor:
     if how == "gate_up":
         return fuse_gate_up(*(_block(half, 0, rank, size) for half in split_gate_up(tensor)))
     return _block(tensor, 1 if how == "row" else 0, rank, size)
+
+
+def slice_of(whole: torch.Tensor, weight: Weight, shape: ModelShape, rank: int, size: int) -> torch.Tensor:
+    """The slice of tensor rank ``rank`` out of Megatron's whole tensor, whose vocabulary is not padded yet."""
+    padded = pad_vocab(whole, padded_vocab(shape.vocab, size)) if weight.how == "vocab" else whole
+    return shard(padded, weight.how, rank, size)
 
 
 def unshard(shards: list[torch.Tensor], how: How) -> torch.Tensor:

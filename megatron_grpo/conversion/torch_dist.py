@@ -160,7 +160,7 @@ class DistWriter:
             self._files[file_name] = self._stack.enter_context((self._directory / file_name).open("wb"))
         file = self._files[file_name]
         start = file.tell()
-        torch.save(_alone(value) if isinstance(value, torch.Tensor) else value, file)
+        torch.save(alone(value) if isinstance(value, torch.Tensor) else value, file)
         self._storage[index] = _StorageInfo(file_name, start, file.tell() - start)
 
     def _finish(self) -> None:
@@ -186,7 +186,7 @@ def _blocks(chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield start, chunk[start : start + rows]
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def alone(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, contiguous, with a storage that holds nothing else: ``torch.save`` writes whole storages."""
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor

@@ -1,7 +1,9 @@
 """Run checkpoints: the engine's own files, and beside them what each rank of ours must remember.
 
 ``engine/``: DeepSpeed's checkpoint. ``rank00000.pt``: Q, M, merger, snapshots, RNG of one rank (tensors and plain
-values only, read with ``weights_only``). ``run.json``: counters and topology.
+values only, read with ``weights_only``), and where its shards lie in the parameters. ``run.json``: counters, topology.
+``hf/``: config and tokenizer. A run goes on from these at the topology that wrote them, and from their universal form
+(``conversion.universal``) at any.
 """
 
 import json
@@ -14,15 +16,24 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.anchor.snapshots import Snapshot
+from megatron_grpo.boundary.build import DTYPES
 from megatron_grpo.config import Config, ConfigError
+from megatron_grpo.conversion.engine_files import State
+from megatron_grpo.conversion.formats import CARRIED, ENGINE, RUN_FILE, ZERO
+from megatron_grpo.conversion.fragments import Fragment, Kind, plain_fragments
+from megatron_grpo.conversion.run_state import UniversalState, rank_file
+from megatron_grpo.conversion.runs import Topology, read_run, stage_weights_of
+from megatron_grpo.conversion.shards import slice_of
+from megatron_grpo.conversion.universal import UniversalReader
+from megatron_grpo.conversion.writer import carry_files
 from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.training.files import CheckpointFolder, write_json_atomic
 from megatron_grpo.training.loss import Replay
 from megatron_grpo.training.policy import Policy
 from megatron_grpo.training.step import StepRunner
 
-ENGINE = "engine"
-RUN_FILE = "run.json"
+TOPOLOGY = ("parallel", "deepspeed", "model")
+"""Settings that may differ from those under which a universal checkpoint was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +73,20 @@ def save_checkpoint(
         target = folder.temporary(tick)
         with folder.writing(tick):
             policy.engine.save(target, ENGINE)
-            torch.save(_rank_state(policy, steps), target / _rank_file(policy.groups.rank))
+            torch.save(_rank_state(policy, steps), target / rank_file(policy.groups.rank))
         if leads:
+            with folder.writing(tick):
+                _carry(cfg, target / CARRIED)
             write_json_atomic(target / RUN_FILE, asdict(progress) | {"settings": fixed_settings(cfg)})
         dist.barrier()
     dist.barrier()
+
+
+def _carry(cfg: Config, folder: Path) -> None:
+    """What a reader of the checkpoint needs to know of the model."""
+    folder.mkdir()
+    tokenizer = Path(cfg.tokenizer.path or cfg.model.path)
+    carry_files(Path(cfg.model.path), folder, dtype=DTYPES[cfg.model.dtype], tokenizer_dir=tokenizer)
 
 
 def read_progress(checkpoint: Path, cfg: Config) -> Progress:
@@ -76,12 +96,13 @@ def read_progress(checkpoint: Path, cfg: Config) -> Progress:
         ConfigError: it was written under settings that its state does not fit, each named.
     """
     state = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
-    written = state["settings"]
+    written, universal = state["settings"], is_universal(checkpoint)
     differing = [
         f"{section}.{key}={value!r}: {checkpoint} was written with {written[section].get(key)!r}; resume with the same"
+        + (" or, for another topology, from what convert --to deepspeed-universal makes of it" * (section in TOPOLOGY))
         for section, values in fixed_settings(cfg).items()
         for key, value in values.items()
-        if written[section].get(key) != value
+        if written[section].get(key) != value and not (universal and section in TOPOLOGY)
     ]
     if differing:
         raise ConfigError("\n".join(differing))
@@ -91,26 +112,68 @@ def read_progress(checkpoint: Path, cfg: Config) -> Progress:
 def load_checkpoint(checkpoint: Path, policy: Policy, steps: StepRunner) -> None:
     """Restore what :func:`save_checkpoint` wrote. Collective: every rank."""
     policy.engine.load(checkpoint, ENGINE)
-    state = torch.load(checkpoint / _rank_file(policy.groups.rank), weights_only=True, map_location=policy.device)
+    state = torch.load(checkpoint / rank_file(policy.groups.rank), weights_only=True, map_location=policy.device)
     policy.boundaries.load_state_dict(state["boundaries"])
-    snapshots = state["steps"]["ticks"]["snapshots"]
-    snapshots["held"] = {tick: _snapshot(plain) for tick, plain in snapshots["held"].items()}
-    steps.load_state_dict(state["steps"])
+    steps.load_state_dict(_with_snapshots(state["steps"]))
     torch.set_rng_state(state["rng"].cpu())
 
 
-def _rank_file(rank: int) -> str:
-    return f"rank{rank:05d}.pt"
+def is_universal(checkpoint: Path) -> bool:
+    """Whether a checkpoint of a run has no topology."""
+    return (checkpoint / ZERO).is_dir()
+
+
+def load_universal(cfg: Config, checkpoint: Path, policy: Policy, steps: StepRunner, done: int) -> list[str]:
+    """Restore a universal checkpoint at this run's topology. Collective: every rank.
+
+    Args:
+        done: ticks that are done.
+
+    Returns:
+        What could not be restored, each in a sentence.
+    """
+    groups, shape = policy.groups, policy.shape
+    facts, topology = read_run(checkpoint), Topology(groups.layout, cfg.parallel.pipeline)
+    reader = UniversalReader(checkpoint, facts, shape)
+    mine = {x.megatron: x for x in stage_weights_of(shape, groups.layout.pipeline, groups.at.pipeline)}
+
+    def slice_(name: str, state: State) -> torch.Tensor:
+        return slice_of(reader.tensor(mine[name], state), mine[name], shape, groups.at.tensor, groups.layout.tensor)
+
+    policy.engine.load_masters(slice_, reader.step)
+    universal = UniversalState(checkpoint, facts.topology)
+    boundaries = universal.boundaries(groups.at, topology)
+    if boundaries is None:
+        steps.calibrate()
+    else:
+        policy.boundaries.load_state_dict(_on(policy.device, boundaries))
+    state = universal.steps(groups.at, topology, shape, _fragments(policy), done)
+    steps.load_state_dict(_with_snapshots(_on(policy.device, state)))
+    return universal.dropped(topology)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """``value`` with every tensor in it on ``device``, unmapped."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, dict):
+        return {key: _on(device, item) for key, item in value.items()}
+    return [_on(device, item) for item in value] if isinstance(value, list) else value
+
+
+def _fragments(policy: Policy) -> dict[Kind, list[Fragment]]:
+    return {"gradients": policy.engine.gradient_fragments(), "weights": policy.engine.weight_fragments()}
 
 
 def _rank_state(policy: Policy, steps: StepRunner) -> dict[str, Any]:
     state = steps.state_dict()
-    held = state["ticks"]["snapshots"]["held"]
-    state["ticks"]["snapshots"] = {"held": {tick: _plain(snapshot) for tick, snapshot in held.items()}}
+    snapshots = state["ticks"]["snapshots"]
+    snapshots["held"] = {tick: _plain(snapshot) for tick, snapshot in snapshots["held"].items()}
     return {
         "boundaries": policy.boundaries.state_dict(),
         "steps": state,
         "rng": torch.get_rng_state(),
+        "fragments": plain_fragments(_fragments(policy)),
     }
 
 
@@ -122,6 +185,13 @@ def _plain(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot as nested dicts of tensors and numbers."""
     replay = _fields(snapshot.batch)
     return {**_fields(snapshot), "batch": {**replay, "batch": _fields(replay["batch"])}}
+
+
+def _with_snapshots(state: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of what :func:`_rank_state` did to the steps' state."""
+    snapshots = state["ticks"]["snapshots"]
+    snapshots["held"] = {tick: _snapshot(plain) for tick, plain in snapshots["held"].items()}
+    return state
 
 
 def _snapshot(plain: dict[str, Any]) -> Snapshot:

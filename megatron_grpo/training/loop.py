@@ -24,7 +24,14 @@ from megatron_grpo.data.tasks import build_task
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
 from megatron_grpo.rollout.rewards import build_reward
-from megatron_grpo.training.checkpoint import Progress, load_checkpoint, read_progress, save_checkpoint
+from megatron_grpo.training.checkpoint import (
+    Progress,
+    is_universal,
+    load_checkpoint,
+    load_universal,
+    read_progress,
+    save_checkpoint,
+)
 from megatron_grpo.training.export import export_policy
 from megatron_grpo.training.files import CheckpointError, CheckpointFolder
 from megatron_grpo.training.metrics import NullRecorder, Recorder, RunRecord
@@ -140,7 +147,7 @@ class _Run:
             progress = Progress(0, {})
             if checkpoint is not None:
                 progress = read_progress(checkpoint, cfg)
-                load_checkpoint(checkpoint, policy, steps)
+                self._load(checkpoint, policy, steps, progress)
             record = self._open_record(progress)
             if checkpoint is None:
                 steps.calibrate()
@@ -167,6 +174,14 @@ class _Run:
                 }
             )
         return 0
+
+    def _load(self, checkpoint: Path, policy: Policy, steps: StepRunner, progress: Progress) -> None:
+        if not is_universal(checkpoint):
+            load_checkpoint(checkpoint, policy, steps)
+            return
+        done = progress.steps * self._cfg.grpo.minibatches
+        for sentence in load_universal(self._cfg, checkpoint, policy, steps, done):
+            self._say(sentence)
 
     def _steps(self, steps: StepRunner, policy: Policy, record: RunRecord, progress: Progress) -> Progress:
         """Run the steps that are left, saving as ``train.save_every`` says, at the end, and where the run is stopped.

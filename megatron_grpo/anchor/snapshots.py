@@ -28,7 +28,6 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._held: dict[int, Snapshot] = {}
-        self._since = 0  # earlier ticks were dropped on the way from another topology
 
     def __len__(self) -> int:
         return len(self._held)
@@ -44,15 +43,11 @@ class Snapshots:
         """
         return self._held[tick]
 
-    def reaches(self, tick: int) -> bool:
-        """Whether ``tick`` is one that may be asked for; a checkpoint may have come without earlier ones."""
-        return tick >= self._since
-
     def forget(self, tick: int) -> None:
         del self._held[tick]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"held": dict(self._held), "since": self._since}
+        return {"held": dict(self._held)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._held, self._since = dict(state["held"]), state["since"]
+        self._held = dict(state["held"])

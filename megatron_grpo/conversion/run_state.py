@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import ModelShape
@@ -178,25 +179,13 @@ class UniversalState:
 
     def dropped(self, wanted: Topology) -> list[str]:
         """What a run of another topology starts without, each in a sentence."""
-        sentences = []
-        ranks, other = self._written.layout.data, wanted.layout.data
-        held = self._run["steps"]["ticks"]["snapshots"]["held"]
-        if self._run["boundaries"] and not self._same_boundaries(wanted):
-            sentences.append(
-                f"dropped: the fitted codecs of {len(self._run['boundaries'])} boundaries, which are of "
-                f"{self._written.words} and the run has {wanted.words}; they are fitted anew"
-            )
-        if ranks != other and held:
-            ticks = ", ".join(str(tick) for tick in held)
-            sentences.append(
-                f"dropped: what the anchor was to replay of ticks {ticks}, the rollouts of {ranks} data ranks, since "
-                f"the run has {other}; anchors fire again once a later tick is old enough"
-            )
-        if ranks != other and self._same_boundaries(wanted) and _remainders(self._run["boundaries"]):
-            sentences.append(
-                f"dropped: what error feedback had left over on {ranks} data ranks, since the run has {other}"
-            )
-        return sentences
+        cuts = ", ".join(self._run["boundaries"])
+        if not cuts or self._same_boundaries(wanted):
+            return []
+        return [
+            f"dropped: the fitted codecs (Q) of boundaries {cuts}, which belong to {self._written.words}; this run has "
+            f"{wanted.words}" + ("" if wanted.stages == 1 else " and fits its own anew")
+        ]
 
     def _same_boundaries(self, wanted: Topology) -> bool:
         return (wanted.stages, wanted.spread) == (self._written.stages, self._written.spread)
@@ -205,13 +194,13 @@ class UniversalState:
         """``Boundaries.state_dict()`` of a rank; ``None`` where the boundaries are others."""
         if not self._same_boundaries(wanted):
             return None
-        same = wanted.layout.data == self._written.layout.data
         state = {}
         for index, ends in self._run["boundaries"].items():
             end = at.pipeline - int(index) if wanted.spread else 0
             if end in (0, 1):
-                mine = ends[ENDS[end]][at.data if same else 0]
-                state[index] = mine if same else _without_remainders(mine)
+                ranks = ends[ENDS[end]]
+                same = wanted.layout.data == len(ranks)
+                state[index] = ranks[at.data] if same else _with_mean_remainders(ranks)
         return state
 
     def steps(
@@ -220,20 +209,11 @@ class UniversalState:
         wanted: Topology,
         shape: ModelShape,
         fragments: Mapping[Kind, Sequence[Fragment]],
-        done: int,
     ) -> Tree:
-        """``StepRunner.state_dict()`` of a rank, snapshots as nested dicts.
-
-        Args:
-            fragments: of the rank's shards.
-            done: ticks that are done: where snapshots are dropped, none of them is remembered.
-        """
+        """``StepRunner.state_dict()`` of a rank with shards at ``fragments``, snapshots as nested dicts."""
         steps = _copied(self._run["steps"])
-        snapshots = steps["ticks"]["snapshots"]
-        if wanted.layout.data != self._written.layout.data:
-            snapshots |= {"held": {}, "since": done}
-        for tick, snapshot in snapshots["held"].items():
-            snapshot["batch"] = self._run["batches"][tick][at.data]
+        for tick, snapshot in steps["ticks"]["snapshots"]["held"].items():
+            snapshot["batch"] = dealt(self._run["batches"][tick], wanted.layout.data, at.data)
         wanted_places = [place for place in places(steps) if place.key in self._run["packed"]]
         shards = self._cut(wanted_places, at, wanted.layout, shape, fragments)
         for place in wanted_places:
@@ -265,12 +245,49 @@ class UniversalState:
         return shards
 
 
-def _remainders(tree: Tree | list[Tree]) -> bool:
-    """Whether a codec anywhere in ``tree`` remembers what coding lost."""
-    values = tree.values() if isinstance(tree, dict) else tree
-    lost = isinstance(tree, dict) and tree.get("lost") is not None
-    return lost or any(_remainders(value) for value in values if isinstance(value, dict | list))
+def dealt(minibatch: Sequence[Tree], ranks: int, rank: int) -> Tree:
+    """What data rank ``rank`` of ``ranks`` replays of a minibatch: as many of its sequences as every other.
+
+    Args:
+        minibatch: ``training.loss.Replay`` of every data rank that there was, as nested dicts. Padding grows to the
+            widest; denominators are the minibatch's already.
+    """
+    if ranks == len(minibatch):
+        return minibatch[rank]
+    prompt = max(replay["batch"]["prompt_columns"] for replay in minibatch)
+    response = max(replay["batch"]["tokens_BS"].shape[1] - replay["batch"]["prompt_columns"] for replay in minibatch)
+    widths = {
+        "tokens_BS": (prompt, response),
+        **dict.fromkeys(("sampler_logp_BR", "old_logp_BR", "reference_logp_BR"), (0, response)),
+    }
+
+    def mine(name: str, parts: Sequence[Any], left: Sequence[int]) -> Any:
+        if not isinstance(parts[0], torch.Tensor):
+            return parts[0]
+        if name in widths:
+            before = [widths[name][0] and prompt - columns for columns in left]
+            whole = sum(widths[name])
+            parts = [pad(x, (n, whole - n - x.shape[1])) for x, n in zip(parts, before, strict=True)]
+        share = sum(len(part) for part in parts) // ranks
+        return torch.cat(list(parts))[rank * share : (rank + 1) * share].clone()
+
+    left = [replay["batch"]["prompt_columns"] for replay in minibatch]
+    batches = [replay["batch"] for replay in minibatch]
+    batch = {name: mine(name, [x[name] for x in batches], left) for name in batches[0]}
+    rest = {name: mine(name, [x[name] for x in minibatch], left) for name in minibatch[0] if name != "batch"}
+    return {**rest, "batch": {**batch, "prompt_columns": prompt}}
 
 
-def _without_remainders(codecs: Tree) -> Tree:
-    return {**codecs, "codecs": [{**codec, "lost": None} if "lost" in codec else codec for codec in codecs["codecs"]]}
+def _with_mean_remainders(ranks: Sequence[Tree]) -> Tree:
+    """The codecs of one end for other data ranks; what error feedback left over is the mean of theirs, place by place.
+
+    A gradient is the mean over data ranks, so that every remainder still enters once.
+    """
+    codecs = [dict(codec) for codec in ranks[0]["codecs"]]
+    for number, codec in enumerate(codecs):
+        lost = [rank["codecs"][number]["lost"] for rank in ranks if codec.get("lost") is not None]
+        if lost:
+            columns, rows = (max(x.shape[axis] for x in lost) for axis in (0, 1))
+            grown = [pad(x, (0, 0, 0, rows - x.shape[1], 0, columns - x.shape[0])) for x in lost]
+            codec["lost"] = torch.stack(grown).mean(0)
+    return {**ranks[0], "codecs": codecs}

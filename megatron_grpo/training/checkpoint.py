@@ -123,11 +123,8 @@ def is_universal(checkpoint: Path) -> bool:
     return (checkpoint / ZERO).is_dir()
 
 
-def load_universal(cfg: Config, checkpoint: Path, policy: Policy, steps: StepRunner, done: int) -> list[str]:
+def load_universal(cfg: Config, checkpoint: Path, policy: Policy, steps: StepRunner) -> list[str]:
     """Restore a universal checkpoint at this run's topology. Collective: every rank.
-
-    Args:
-        done: ticks that are done.
 
     Returns:
         What could not be restored, each in a sentence.
@@ -147,7 +144,7 @@ def load_universal(cfg: Config, checkpoint: Path, policy: Policy, steps: StepRun
         steps.calibrate()
     else:
         policy.boundaries.load_state_dict(_on(policy.device, boundaries))
-    state = universal.steps(groups.at, topology, shape, _fragments(policy), done)
+    state = universal.steps(groups.at, topology, shape, _fragments(policy))
     steps.load_state_dict(_with_snapshots(_on(policy.device, state)))
     return universal.dropped(topology)
 

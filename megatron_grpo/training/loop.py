@@ -147,7 +147,7 @@ class _Run:
             progress = Progress(0, {})
             if checkpoint is not None:
                 progress = read_progress(checkpoint, cfg)
-                self._load(checkpoint, policy, steps, progress)
+                self._load(checkpoint, policy, steps)
             record = self._open_record(progress)
             if checkpoint is None:
                 steps.calibrate()
@@ -175,12 +175,11 @@ class _Run:
             )
         return 0
 
-    def _load(self, checkpoint: Path, policy: Policy, steps: StepRunner, progress: Progress) -> None:
+    def _load(self, checkpoint: Path, policy: Policy, steps: StepRunner) -> None:
         if not is_universal(checkpoint):
             load_checkpoint(checkpoint, policy, steps)
             return
-        done = progress.steps * self._cfg.grpo.minibatches
-        for sentence in load_universal(self._cfg, checkpoint, policy, steps, done):
+        for sentence in load_universal(self._cfg, checkpoint, policy, steps):
             self._say(sentence)
 
     def _steps(self, steps: StepRunner, policy: Policy, record: RunRecord, progress: Progress) -> Progress:

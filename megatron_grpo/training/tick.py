@@ -113,7 +113,7 @@ class TickRunner:
         remembers = schedule is not None and schedule.remembers(tick)
         if remembers:
             self._snapshots.put(tick, Snapshot(policy.engine.weights(), replay.paired()))
-        fires = schedule is not None and schedule.fires(tick) and self._snapshots.reaches(tick - schedule.delay)
+        fires = schedule is not None and schedule.fires(tick)
         with report.timed("time/anchor"):
             arrived = fires and self._fire(tick)
         with report.timed("time/train"):

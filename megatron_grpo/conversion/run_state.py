@@ -179,11 +179,12 @@ class UniversalState:
 
     def dropped(self, wanted: Topology) -> list[str]:
         """What a run of another topology starts without, each in a sentence."""
-        cuts = ", ".join(self._run["boundaries"])
+        ends = {index: ends[ENDS[0]][0] for index, ends in self._run["boundaries"].items()}
+        cuts = ", ".join(index for index, codecs in ends.items() if codecs["learners"] or any(codecs["codecs"]))
         if not cuts or self._same_boundaries(wanted):
             return []
         return [
-            f"dropped: the fitted codecs (Q) of boundaries {cuts}, which belong to {self._written.words}; this run has "
+            f"dropped: the fitted codecs (Q) of boundary {cuts}, which belong to {self._written.words}; this run has "
             f"{wanted.words}" + ("" if wanted.stages == 1 else " and fits its own anew")
         ]
 

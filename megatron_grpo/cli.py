@@ -182,6 +182,42 @@ def convert(
         convert_on_screen(source, target, wish)
 
 
+@app.command()
+def compare(
+    one: Annotated[Path, typer.Argument(metavar="A", help="Checkpoint; its format is recognised.")],
+    other: Annotated[Path, typer.Argument(metavar="B", help="Another of the same model, in any format.")],
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Round both to it first; compared as they are by default."),
+    ] = None,
+    logits: Annotated[
+        bool, typer.Option("--logits", help="Compare what both compute, too, in transformers and in Megatron.")
+    ] = False,
+    prompts: Annotated[
+        Path | None, typer.Option(help="For --logits: JSON lines with prompts; 8 built-in ones by default.")
+    ] = None,
+    config_from: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Hugging Face directory of the model, for a checkpoint without config."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE|-", help="Where the result goes; - is the screen.")
+    ] = None,
+) -> None:
+    """Compare two checkpoints tensor by tensor. Ends with 0 where all bits are equal, with 1 where not."""
+    with _config_errors():
+        from megatron_grpo.launch import require_engines
+
+        require_engines()
+        _quiet_engines()
+        from megatron_grpo.bench.compare import compare_on_screen
+
+        equal = compare_on_screen(
+            one, other, dtype=dtype, config_from=config_from, logits=logits, prompts=prompts, json_file=json_file
+        )
+    raise typer.Exit(0 if equal else 1)
+
+
 @bench_app.callback()
 def _bench() -> None:
     """Measurements without training."""

@@ -5,7 +5,7 @@ columns, H hidden, V vocabulary.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,6 +122,36 @@ def reference_model(path: Path, dtype: "torch.dtype") -> Any:
 
     model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True)
     return model.eval()
+
+
+def model_of_tensors(config_dir: Path, tensors: "Iterable[tuple[str, torch.Tensor]]") -> Any:
+    """transformers' own model in float32, on the CPU, in evaluation mode, with weights from anywhere.
+
+    Args:
+        config_dir: has config.json.
+        tensors: every parameter under its name, once; a tied head is none.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.from_pretrained(str(config_dir), local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors:
+            parameters.pop(name).copy_(tensor)
+    assert not parameters, sorted(parameters)
+    model.generation_config = GenerationConfig()
+    return model.eval()
+
+
+def greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    """``ids`` and the ``count`` tokens that a model of :func:`model_of_tensors` finds most likely after them."""
+    import torch
+
+    whole_1S = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=count)
+    found: list[int] = whole_1S[0].tolist()
+    return found
 
 
 class CausalModel:

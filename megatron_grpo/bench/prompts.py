@@ -80,17 +80,19 @@ def _word_problem(draw: random.Random) -> str:
     )
 
 
-def file_prompts(file: Path, count: int) -> list[str]:
-    """The first ``count`` prompts of a file with one JSON object a line, under ``prompt`` or ``question``.
+def file_prompts(file: Path, count: int | None = None) -> list[str]:
+    """The first ``count`` prompts (or all) of a file with one JSON object a line, under ``prompt`` or ``question``.
 
     Raises:
-        ConfigError: the file cannot be read, a line is wrong, or there are fewer.
+        ConfigError: the file cannot be read, a line is wrong, or there are fewer or none.
     """
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts={file}: cannot be read ({error}); give a text file of JSON lines") from error
-    if len(lines) < count:
+    if not lines:
+        raise ConfigError(f"--prompts={file}: is empty; give a text file of JSON lines")
+    if count is not None and len(lines) < count:
         raise ConfigError(f"--prompts={file}: has {len(lines)} prompts; give {count}, or fewer --texts")
     return [_prompt(line, number, file) for number, line in enumerate(lines[:count], start=1)]
 

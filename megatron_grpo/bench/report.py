@@ -1,7 +1,5 @@
 """The command around :func:`~megatron_grpo.bench.gap.run_gap`: options in, progress, tables, JSON and figure out."""
 
-import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -13,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_grpo.bench.gap import GapSettings, pieces_of_work, run_gap
+from megatron_grpo.bench.output import SCREEN, check_folder, plain_table, write_json
 from megatron_grpo.config import ConfigError
 
 Number = TypeVar("Number", int, float)
@@ -80,9 +79,8 @@ def bench_gap(
     """
     byte_shares = _numbers("--bytes", shares, float)
     cuts = None if after is None else _numbers("--after", after, int)
-    for option, file in (("--json", json_file), ("--figure", figure)):
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"{option}={file}: the folder {file.parent} is not there; make it first")
+    check_folder("--json", json_file)
+    check_folder("--figure", figure)
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console, total = Console(file=sys.stderr), pieces_of_work(len(byte_shares))
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -103,15 +101,12 @@ def bench_gap(
             device=device,
             note=note,
         )
-    text = json.dumps(_finite(result), indent=2, allow_nan=False)
-    if json_file == Path("-"):
-        print(text)
-    else:
+    if json_file is not None:
+        write_json(result, json_file)
+    if json_file != SCREEN:
         console = Console()
         for table in gap_tables(result):
             console.print(table)
-        if json_file is not None:
-            json_file.write_text(text + "\n", encoding="utf-8")
     if figure is not None:
         from megatron_grpo.bench.figure import draw_gap
 
@@ -126,28 +121,13 @@ def _numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
         raise ConfigError(f"{option}={text}: is no list of {word} with commas between them") from None
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
-
-
 def gap_tables(result: Mapping[str, Any]) -> list[Table]:
     """The result for the terminal: ranks, forward, limits, backward."""
     return [_spectra(result), _forward(result), _backward(result)]
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
-    return table
-
-
 def _spectra(result: Mapping[str, Any]) -> Table:
-    table = _table(
+    table = plain_table(
         f"What holds 90 % of the energy, of {result['hidden']} directions",
         "after layer",
         "X, rank",
@@ -164,7 +144,7 @@ def _spectra(result: Mapping[str, Any]) -> Table:
 
 def _forward(result: Mapping[str, Any]) -> Table:
     columns = ("codec", "bytes", "error", "of a token", "gap, median", "mean", "KL", "rollout gap", "mean")
-    table = _table("Activations coded (nats; errors are means over the boundaries)", *columns)
+    table = plain_table("Activations coded (nats; errors are means over the boundaries)", *columns)
     for row in result["forward"]:
         table.add_row(
             row["codec"],
@@ -183,7 +163,7 @@ def _forward(result: Mapping[str, Any]) -> Table:
 
 def _backward(result: Mapping[str, Any]) -> Table:
     columns = ("codec", "bytes", "error", "of a token", "cosine by stage", "norm by stage")
-    table = _table("Gradients coded: parameter gradient of each stage against the dense one", *columns)
+    table = plain_table("Gradients coded: parameter gradient of each stage against the dense one", *columns)
     for row in result["backward"]:
         errors = (_mean(row["error"]), _mean(row["error_median"]))
         stages = (" / ".join(f"{value:.2f}" for value in row[key]) for key in ("cosine", "norm_ratio"))

@@ -89,7 +89,7 @@ def difference(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDifference:
         if a.dtype == b.dtype and torch.equal(block_a.view(torch.uint8), block_b.view(torch.uint8)):
             continue
         equal = False
-        gap = (exact_a - block_b.double()).abs().nan_to_num(nan=math.inf)
+        gap = (exact_a - block_b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         largest = max(largest, gap.max().item())
         squared += gap.square().sum().item()
     relative = math.inf

@@ -19,7 +19,8 @@ class Source(Protocol):
 
     def weight_dtype(self, weight: Weight) -> torch.dtype: ...
 
-    def parts(self, weight: Weight) -> tuple[torch.Tensor, ...]: ...
+    def parts(self, weight: Weight) -> tuple[torch.Tensor, ...]:
+        """The tensors of ``weight.hf``; the next call may overwrite them."""
 
     def release(self) -> None:
         """Give back the memory of what was read."""

@@ -5,11 +5,13 @@ one global tensor for a parameter of all layers, ``[layers, ...]``, stored as ch
 ours decides how it is cut and how far the vocabulary is padded. Neither Megatron nor a process group is needed.
 """
 
+import io
 import json
 import pickle
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -26,11 +28,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_grpo.config import ConfigError
+from megatron_grpo.conversion.behind import Behind
 from megatron_grpo.conversion.families import ModelShape
 from megatron_grpo.conversion.names import Weight, megatron_shape, padded_vocab
+from megatron_grpo.conversion.pickles import saved_tensor
 from megatron_grpo.conversion.shards import shard, to_megatron
 
-BLOCK_BYTES = 2**24
+BLOCK_BYTES = 2**22
 """A chunk is written in parts of at most so many, and read in them."""
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
@@ -82,15 +86,20 @@ class DistWriter:
         self._entries: dict[str, Any] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
         self._files: dict[str, BinaryIO] = {}
+        self._ends: dict[str, int] = {}
         self._stack = ExitStack()
+        self._behind = Behind()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is None:
-            self._finish()
-        self._stack.close()
+        with self._stack:
+            try:
+                if error is None:
+                    self._finish()
+            finally:
+                self._behind.__exit__(kind, error, tb)
 
     def write(self, weight: Weight, parts: Sequence[torch.Tensor]) -> None:
         """Write ``weight`` out of its Hugging Face tensors, all of one dtype.
@@ -109,7 +118,8 @@ class DistWriter:
                     at, block = (weight.layer, *at), block[None]
                 place = torch.Size(at)
                 entry.chunks.append(ChunkStorageMetadata(place, block.shape))
-                self._save(self._file_name(weight, rank), block, MetadataIndex(key, place))
+                self._save(self._file_name(weight, rank), saved_tensor(block), MetadataIndex(key, place))
+        self._behind.wait()
 
     def _entry(self, weight: Weight, dtype: torch.dtype) -> TensorStorageMetadata:
         whole = megatron_shape(self._shape, weight)
@@ -155,13 +165,13 @@ class DistWriter:
                 padding = max(start, vocab)
                 yield rank, (padding, 0), table_VH.new_zeros(end - padding, hidden)
 
-    def _save(self, file_name: str, value: object, index: MetadataIndex) -> None:
+    def _save(self, file_name: str, pieces: Sequence[bytes | memoryview], index: MetadataIndex) -> None:
         if file_name not in self._files:
             self._files[file_name] = self._stack.enter_context((self._directory / file_name).open("wb"))
-        file = self._files[file_name]
-        start = file.tell()
-        torch.save(alone(value) if isinstance(value, torch.Tensor) else value, file)
-        self._storage[index] = _StorageInfo(file_name, start, file.tell() - start)
+        start, length = self._ends.get(file_name, 0), sum(memoryview(piece).nbytes for piece in pieces)
+        self._behind.do(partial(self._files[file_name].writelines, pieces))
+        self._ends[file_name] = start + length
+        self._storage[index] = _StorageInfo(file_name, start, length)
 
     def _finish(self) -> None:
         layers = self._shape.layers
@@ -172,7 +182,7 @@ class DistWriter:
         ]
         for name in [*names, "decoder.final_layernorm._extra_state/shard_0_1"]:
             self._entries[name] = BytesStorageMetadata()
-            self._save("__0_0.distcp", [None], MetadataIndex(name))
+            self._save("__0_0.distcp", [_saved([None])], MetadataIndex(name))
         metadata = Metadata(self._entries, storage_data=self._storage)
         (self._directory / METADATA_FILE).write_bytes(pickle.dumps(metadata))
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, self._directory / COMMON_FILE)
@@ -186,8 +196,7 @@ def _blocks(chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield start, chunk[start : start + rows]
 
 
-def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, contiguous, with a storage that holds nothing else: ``torch.save`` writes whole storages."""
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,20 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import ModelShape
 from megatron_grpo.conversion.names import Weight, megatron_shape, model_table
-from megatron_grpo.conversion.pickles import FileSlice, load_metadata, load_tensors
+from megatron_grpo.conversion.pickles import FileSlice, load_metadata, load_tensor
 from megatron_grpo.conversion.shards import to_hf
 from megatron_grpo.conversion.torch_dist import METADATA_FILE, dist_key
 
 MOST_PADDING = 2**20
 """Rows; more than any vocabulary is padded by."""
+READERS = 2
+"""Threads that read and check the chunks of a tensor: checksums take longer than reading."""
 MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.")
 Index = tuple[int, ...]
 
 
 class DistReader:
-    """The weights of a model, each assembled when it is asked for.
+    """The weights of a model, each assembled when it is asked for, in the place of the one before.
 
     Raises:
         ConfigError: the metadata is damaged, hostile or not of this model: a tensor is missing, surplus or misshapen.
@@ -39,6 +42,8 @@ class DistReader:
             self._check_shape(weight, keys, layer)
             self._place[weight.megatron] = (keys, layer)
             used.update(keys)
+        # One weight after another lies here: the system takes longer to clear fresh memory than to read into it.
+        self._memory = torch.empty(max(self._bytes_of(*place) for place in self._place.values()), dtype=torch.uint8)
         surplus = sorted(key for key in self._entries.keys() - used if key.startswith(MODEL_PREFIXES))
         if surplus:
             raise ConfigError(
@@ -58,8 +63,13 @@ class DistReader:
             ConfigError: a file is missing, truncated or damaged, or chunks leave a hole or overlap.
         """
         keys, layer = self._place[weight.megatron]
-        pieces = [self._assemble(key, layer) for key in keys]
-        return to_hf(pieces[0] if len(pieces) == 1 else torch.cat(pieces), weight, self._shape)
+        shapes = [self._shape_of(key, layer) for key in keys]
+        rows = sum(shape[0] for shape in shapes)
+        dtype = self.weight_dtype(weight)
+        whole = self._memory[: self._bytes_of(keys, layer)].view(dtype).view(rows, *shapes[0][1:])
+        for key, target in zip(keys, torch.split(whole, [shape[0] for shape in shapes]), strict=True):
+            self._fill(key, layer, target)
+        return to_hf(whole, weight, self._shape)
 
     def release(self) -> None:
         """Nothing is kept between two weights."""
@@ -94,20 +104,31 @@ class DistReader:
                 "config.json of the same model"
             )
 
-    def _assemble(self, key: str, layer: int | None) -> torch.Tensor:
-        entry = self._entries[key]
-        shape = tuple(entry.size) if layer is None else tuple(entry.size[1:])
+    def _bytes_of(self, keys: Sequence[str], layer: int | None) -> int:
+        itemsize = max(self._entries[key].properties.dtype.itemsize for key in keys)
+        return itemsize * sum(math.prod(self._shape_of(key, layer)) for key in keys)
+
+    def _shape_of(self, key: str, layer: int | None) -> Index:
+        size = tuple(self._entries[key].size)
+        return size if layer is None else size[1:]
+
+    def _fill(self, key: str, layer: int | None, target: torch.Tensor) -> None:
+        """Read every chunk of ``target`` into its place."""
         chunks = list(self._chunks_of(key, layer))
         boxes = [(offset, size) for _, offset, size in chunks]
-        if sum(math.prod(size) for _, size in boxes) != math.prod(shape) or _overlap(boxes):
+        if sum(math.prod(size) for _, size in boxes) != target.numel() or _overlap(boxes):
             raise ConfigError(f"the chunks of {key} in {self._directory} do not cover it once; fetch it again")
-        if len(chunks) == 1:
-            return self._load(key, chunks[0][0], layer)
-        whole = torch.empty(shape, dtype=entry.properties.dtype)
-        for place, offset, size in chunks:
-            target = whole[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
-            target.copy_(self._load(key, place, layer))
-        return whole
+
+        def read(chunk: tuple[Any, Index, Index]) -> None:
+            place, offset, size = chunk
+            box = target[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
+            value = self._load(key, place, layer, box)
+            if value.data_ptr() != box.data_ptr():
+                box.copy_(value)
+
+        with ThreadPoolExecutor(READERS) as pool:
+            for _ in pool.map(read, chunks):
+                pass
 
     def _chunks_of(self, key: str, layer: int | None) -> Iterator[tuple[Any, Index, Index]]:
         """The chunks that hold a part of ``layer``: as stored, and place and size within the layer."""
@@ -124,17 +145,20 @@ class DistReader:
             elif offset[0] <= layer < offset[0] + size[0]:
                 yield chunk, offset[1:], size[1:]
 
-    def _load(self, key: str, chunk: Any, layer: int | None) -> torch.Tensor:
+    def _load(self, key: str, chunk: Any, layer: int | None, target: torch.Tensor) -> torch.Tensor:
+        """The part of ``layer`` in a chunk; it is ``target``, filled, where that can be read into."""
         info = self._storage.get(MetadataIndex(key, chunk.offsets))
         if info is None or getattr(info, "transform_descriptors", None):
             raise ConfigError(f"{self._directory / METADATA_FILE} does not say where {key} is stored; fetch it again")
         path = self._directory / info.relative_path
+        fits = target.is_contiguous() and target.numel() == math.prod(chunk.sizes)
+        room = target.view(chunk.sizes) if fits else torch.empty(chunk.sizes, dtype=target.dtype)
         try:
             with path.open("rb") as file:
-                value = load_tensors(FileSlice(file, info.offset, info.length), f"{path} (tensor {key})")
+                value = load_tensor(FileSlice(file, info.offset, info.length), f"{path} (tensor {key})", room)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}); fetch the checkpoint again") from error
-        if not isinstance(value, torch.Tensor) or value.shape != chunk.sizes:
+        if value.shape != chunk.sizes:
             raise ConfigError(f"{path} holds something else than {key} of shape {list(chunk.sizes)}; do not use it")
         if value.dtype != self._entries[key].properties.dtype:
             raise ConfigError(f"{path} holds {key} as {value.dtype}, which its metadata does not say; do not use it")

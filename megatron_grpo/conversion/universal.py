@@ -21,9 +21,15 @@ from megatron_grpo.conversion.pickles import check_sums, load_mapped
 from megatron_grpo.conversion.run_state import FOLDER, RUN_STATE, RankStates, run_state
 from megatron_grpo.conversion.runs import RunFacts, RunReader
 from megatron_grpo.conversion.shards import to_hf
-from megatron_grpo.conversion.torch_dist import alone
 
 OPTIMIZER_STATE = "optimizer_state.pt"
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, contiguous, with a storage that holds nothing else: ``torch.save`` writes whole storages."""
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def deepspeed_entry(weight: Weight, whole: torch.Tensor) -> dict[str, Any]:

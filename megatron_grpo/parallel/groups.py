@@ -4,6 +4,8 @@ Groups are built here by hand, not by Megatron's ``parallel_state``: that module
 does not fill, and the groups are arguments everywhere else.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -148,3 +150,14 @@ def build_groups(layout: Layout, timeout_s: float) -> ParallelGroups:
         alone=mine([[r] for r in range(world)]),
         timeout_s=timeout_s,
     )
+
+
+@contextmanager
+def one_process() -> Iterator[ParallelGroups]:
+    """A world of this process alone, for the length of the block."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch documents it and leaves it out of __all__
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        yield build_groups(Layout(), timeout_s=60.0)
+    finally:
+        dist.destroy_process_group()

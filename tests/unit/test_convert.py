@@ -413,7 +413,7 @@ def test_code_in_a_checkpoint_never_runs(megatron: Path, tmp_path: Path) -> None
         torch.save(Hostile(trap), file)
         info.length = file.tell() - info.offset
     (megatron / "release/.metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ConfigError, match=r"final_layernorm.weight\) is damaged or holds more than tensors"):
+    with pytest.raises(ConfigError, match=r"final_layernorm.weight\) is damaged or holds more than a tensor"):
         run(megatron, tmp_path / "out", to="hf")
     assert not trap.exists() and not (tmp_path / "out").exists()
 

@@ -290,11 +290,15 @@ def _check_run_dir(run_dir: Path, given: bool, resume: str | None) -> None:
 
 
 def _check_resume(cfg: Config, run_dir: Path, resume: str | None) -> None:
-    """An explicit checkpoint that is not there is an error before any rank starts; ``auto`` may find none."""
+    """A checkpoint that is not there, though named, or that was written under other settings, ends it before any rank
+    starts; ``auto`` may find none."""
     if resume is not None:
         from megatron_grpo.training.files import CheckpointFolder
+        from megatron_grpo.training.resume import read_progress
 
-        CheckpointFolder(run_dir / "checkpoints", cfg.train.keep).resolve(resume, note=lambda text: None)
+        checkpoint = CheckpointFolder(run_dir / "checkpoints", cfg.train.keep).resolve(resume, note=lambda text: None)
+        if checkpoint is not None:
+            read_progress(checkpoint, cfg)
 
 
 def _check_world(cfg: Config, world: str | None) -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_grpo.config import ConfigError, layer_split
@@ -159,7 +160,8 @@ def _convert_run(
         )
     facts = read_run(source)
     total = sum(universal_bytes(shape).values())
-    with _written(target, (source, checkpoint.config_dir), wish.to, total) as folder:
+    remembered = sum(file.stat().st_size for file in source.glob("rank*.pt"))
+    with _written(target, (source, checkpoint.config_dir), wish.to, total + remembered) as folder:
         write_universal(source, facts, shape, folder, _counter(total, progress))
         (folder / CARRIED).mkdir()
         carry_files(checkpoint.config_dir, folder / CARRIED, dtype=facts.dtype)
@@ -226,7 +228,7 @@ def _check_room(folder: Path, total: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < total:
         raise ConfigError(
-            f"{folder.parent} has {free / 1e9:.1f} GB free and the model takes {total / 1e9:.1f} GB; make room"
+            f"{folder.parent} has {decimal(free)} free and the checkpoint takes {decimal(total)}; make room"
         )
 
 

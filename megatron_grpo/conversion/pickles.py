@@ -1,7 +1,10 @@
 """Pickles of other people, read without running what they ask for."""
 
+import errno
 import io
+import os
 import pickle
+import shutil
 import struct
 import sys
 import zipfile
@@ -42,6 +45,7 @@ BROKEN = (
 )
 """What unpickling raises over bytes that are no pickle; it has no error of its own for them."""
 
+HARDLY_ANY_BYTES = 2**20
 LOCAL_HEADER, LOCAL_LENGTHS = 30, 26
 """Bytes of the header in front of each entry of a zip archive; it ends with the lengths of name and extra field."""
 
@@ -229,3 +233,17 @@ def load_mapped(file: Path, inert: Sequence[str] = ()) -> Any:
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, *BROKEN) as error:
         raise ConfigError(f"{file} cannot be read as tensors ({str(error).splitlines()[0]}); do not use it") from error
+
+
+def save_tensors(value: object, file: Path) -> None:
+    """``torch.save``, whose own error on a full disk does not say what it is.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        if shutil.disk_usage(file.parent).free < HARDLY_ANY_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        raise

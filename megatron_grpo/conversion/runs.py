@@ -41,7 +41,7 @@ class Topology:
     @property
     def words(self) -> str:
         """Stages and where they run, for people."""
-        return f"{self.stages} stages" + ("" if self.spread else " in one process")
+        return f"{self.stages} stage{'s' if self.stages > 1 else ''}" + ("" if self.spread else " in one process")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from megatron_grpo.conversion.engine_files import STATES, State
 from megatron_grpo.conversion.families import ModelShape
 from megatron_grpo.conversion.formats import ZERO
 from megatron_grpo.conversion.names import Weight, megatron_shape, model_table, stored_name
-from megatron_grpo.conversion.pickles import check_sums, load_mapped
+from megatron_grpo.conversion.pickles import check_sums, load_mapped, save_tensors
 from megatron_grpo.conversion.run_state import FOLDER, RUN_STATE, RankStates, run_state
 from megatron_grpo.conversion.runs import RunFacts, RunReader
 from megatron_grpo.conversion.shards import to_hf
@@ -62,12 +62,12 @@ def write_universal(
     reader, states = RunReader(checkpoint, facts, shape), RankStates(checkpoint, facts, shape)
     sizes = universal_bytes(shape)
     (folder / FOLDER).mkdir()
-    torch.save(run_state(states, facts), folder / FOLDER / RUN_STATE)
+    save_tensors(run_state(states, facts), folder / FOLDER / RUN_STATE)
     for layer in _layers(shape):
         for weight in layer:
             _write_parameter(reader, weight, folder / ZERO / weight.megatron)
             tensors = {key: alone(tensor) for key, tensor in states.tensors(weight).items()}
-            torch.save(tensors, folder / FOLDER / f"{weight.megatron}.pt")
+            save_tensors(tensors, folder / FOLDER / f"{weight.megatron}.pt")
             done(sizes[weight.megatron])
         reader.release()
         states.release()
@@ -88,15 +88,15 @@ def _layers(shape: ModelShape) -> Iterator[list[Weight]]:
 def _write_parameter(reader: RunReader, weight: Weight, folder: Path) -> None:
     folder.mkdir(parents=True)
     for state in STATES:
-        torch.save(deepspeed_entry(weight, reader.tensor(weight, state)), folder / f"{state}.pt")
-    torch.save(torch.tensor(reader.step), folder / "step.pt")
+        save_tensors(deepspeed_entry(weight, reader.tensor(weight, state)), folder / f"{state}.pt")
+    save_tensors(torch.tensor(reader.step), folder / "step.pt")
 
 
 def _write_optimizer(reader: RunReader, folder: Path) -> None:
     """What DeepSpeed's own loaders ask for beside the parameters; learning rates are the config's."""
     step = {"step": torch.tensor(reader.step)}
     groups: list[dict[str, Any]] = [{"params": []}]
-    torch.save(
+    save_tensors(
         {
             "param_groups": groups,
             "ds_version": reader.deepspeed_version,

@@ -6,9 +6,8 @@ values only, read with ``weights_only``), and where its shards lie in the parame
 (``conversion.universal``) at any.
 """
 
-import json
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch.distributed as dist
 
 from megatron_grpo.anchor.snapshots import Snapshot
 from megatron_grpo.boundary.build import DTYPES
-from megatron_grpo.config import Config, ConfigError
+from megatron_grpo.config import Config
 from megatron_grpo.conversion.engine_files import State
-from megatron_grpo.conversion.formats import CARRIED, ENGINE, RUN_FILE, ZERO
+from megatron_grpo.conversion.formats import CARRIED, ENGINE, RUN_FILE
 from megatron_grpo.conversion.fragments import Fragment, Kind, plain_fragments
 from megatron_grpo.conversion.run_state import UniversalState, rank_file
 from megatron_grpo.conversion.runs import Topology, read_run, stage_weights_of
@@ -30,32 +29,8 @@ from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.training.files import CheckpointFolder, write_json_atomic
 from megatron_grpo.training.loss import Replay
 from megatron_grpo.training.policy import Policy
+from megatron_grpo.training.resume import Progress, fixed_settings
 from megatron_grpo.training.step import StepRunner
-
-TOPOLOGY = ("parallel", "deepspeed", "model")
-"""Settings that may differ from those under which a universal checkpoint was written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run stands: steps done (the data position follows from it), and what a resumed summary still needs."""
-
-    steps: int
-    validation_start: dict[str, float]
-
-
-def fixed_settings(cfg: Config) -> dict[str, Any]:
-    """What a checkpoint's state means only under: a run that goes on must have the same."""
-    whole = cfg.dump()
-    del whole["anchor"]["alarm"]  # a run that the alarm stopped may go on under another
-    return {
-        **{key: whole[key] for key in ("boundary", "anchor", "merger")},
-        "parallel": {key: whole["parallel"][key] for key in ("tensor", "pipeline", "data", "placement")},
-        "deepspeed": {"zero_stage": cfg.zero_stage},
-        "model": {"dtype": cfg.model.dtype},
-        "grpo": {"minibatches": cfg.grpo.minibatches},
-        "train": {"seed": cfg.train.seed},
-    }
 
 
 def save_checkpoint(
@@ -89,26 +64,6 @@ def _carry(cfg: Config, folder: Path) -> None:
     carry_files(Path(cfg.model.path), folder, dtype=DTYPES[cfg.model.dtype], tokenizer_dir=tokenizer)
 
 
-def read_progress(checkpoint: Path, cfg: Config) -> Progress:
-    """Where the run of ``checkpoint`` stood.
-
-    Raises:
-        ConfigError: it was written under settings that its state does not fit, each named.
-    """
-    state = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
-    written, universal = state["settings"], is_universal(checkpoint)
-    differing = [
-        f"{section}.{key}={value!r}: {checkpoint} was written with {written[section].get(key)!r}; resume with the same"
-        + (" or, for another topology, from what convert --to deepspeed-universal makes of it" * (section in TOPOLOGY))
-        for section, values in fixed_settings(cfg).items()
-        for key, value in values.items()
-        if written[section].get(key) != value and not (universal and section in TOPOLOGY)
-    ]
-    if differing:
-        raise ConfigError("\n".join(differing))
-    return Progress(state["steps"], state["validation_start"])
-
-
 def load_checkpoint(checkpoint: Path, policy: Policy, steps: StepRunner) -> None:
     """Restore what :func:`save_checkpoint` wrote. Collective: every rank."""
     policy.engine.load(checkpoint, ENGINE)
@@ -116,11 +71,6 @@ def load_checkpoint(checkpoint: Path, policy: Policy, steps: StepRunner) -> None
     policy.boundaries.load_state_dict(state["boundaries"])
     steps.load_state_dict(_with_snapshots(state["steps"]))
     torch.set_rng_state(state["rng"].cpu())
-
-
-def is_universal(checkpoint: Path) -> bool:
-    """Whether a checkpoint of a run has no topology."""
-    return (checkpoint / ZERO).is_dir()
 
 
 def load_universal(cfg: Config, checkpoint: Path, policy: Policy, steps: StepRunner) -> list[str]:

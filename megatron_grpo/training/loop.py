@@ -24,18 +24,12 @@ from megatron_grpo.data.tasks import build_task
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
 from megatron_grpo.rollout.rewards import build_reward
-from megatron_grpo.training.checkpoint import (
-    Progress,
-    is_universal,
-    load_checkpoint,
-    load_universal,
-    read_progress,
-    save_checkpoint,
-)
+from megatron_grpo.training.checkpoint import load_checkpoint, load_universal, save_checkpoint
 from megatron_grpo.training.export import export_policy
 from megatron_grpo.training.files import CheckpointError, CheckpointFolder
 from megatron_grpo.training.metrics import NullRecorder, Recorder, RunRecord
 from megatron_grpo.training.policy import Policy, policy_runtime
+from megatron_grpo.training.resume import Progress, is_universal, read_progress
 from megatron_grpo.training.scoring import Scorer
 from megatron_grpo.training.step import Row, StepRunner
 from megatron_grpo.training.view import build_view

@@ -1,5 +1,6 @@
 """SmolLM2-135M-Instruct through Megatron's distributed checkpoint and back."""
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -120,6 +121,40 @@ def test_logits_and_greedy_answers_are_those_of_transformers(model_dir: Path, tm
         answer = logits_SV[len(ids) - 1 : -1]
         answer[:, sorted(tokenizer.eos_ids)] = float("-inf")  # as min_new_tokens has it
         assert answer.argmax(dim=-1).tolist() == text[len(ids) :]
+
+
+TEMPLATE = (
+    "<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n#### 7<|im_end|>\n"
+    "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+)
+EVAL = """
+data: {{task: jsonl, path: {path}, val_size: 16, max_prompt: 64, prompt_template: {template}}}
+model: {{path: unused}}
+reward: {{kind: math}}
+rollout: {{max_response: 8}}
+train: {{micro_batch: 8}}
+"""
+
+
+def test_validation_of_the_converted_model_is_that_of_transformers(model_dir: Path, tmp_path: Path) -> None:
+    """Greedy answers to real questions: the share that ends in the right number."""
+    command(model_dir, tmp_path / "megatron", "--to", "megatron", "--tensor", 3, "--pipeline", 2)
+    command(tmp_path / "megatron", tmp_path / "back", "--to", "hf")
+    rows = [(f"What is {first} + {second}?", str(first + second)) for first in range(2, 6) for second in range(5, 10)]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in rows))
+    (tmp_path / "eval.yaml").write_text(EVAL.format(path=data, template=json.dumps(TEMPLATE)))
+    given = [sys.executable, "-m", "megatron_grpo", "eval", tmp_path / "back", "--config", tmp_path / "eval.yaml"]
+    done = subprocess.run(given, capture_output=True, text=True, check=True)
+    tokenizer, peer = load_tokenizer(model_dir), reference_model(model_dir, torch.float32)
+    right = 0
+    for question, answer in rows[-16:]:
+        ids = tokenizer.encode(TEMPLATE.replace("{question}", question))
+        text_1S = peer.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=2)
+        said = tokenizer.decode(text_1S[0, len(ids) :].tolist())
+        right += said.rpartition("####")[2].split("<")[0].strip() == answer
+    assert 0 < right < 16, "questions that say something"
+    assert json.loads(done.stdout.splitlines()[-1])["val/score"] == pytest.approx(right / 16)
 
 
 def test_a_layout_that_cuts_a_group_is_refused(model_dir: Path, tmp_path: Path) -> None:

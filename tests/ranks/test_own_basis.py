@@ -21,9 +21,10 @@ from megatron_grpo.config import Config, Direction
 from megatron_grpo.ops.rows import Rows
 from megatron_grpo.parallel.groups import Layout
 from megatron_grpo.parallel.link import DIRECTIONS, Link
-from megatron_grpo.training.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron_grpo.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_grpo.training.files import CheckpointFolder
 from megatron_grpo.training.policy import Policy
+from megatron_grpo.training.resume import Progress
 from megatron_grpo.training.step import Row, StepRunner, gap_due, refresh_due
 from tests.harness import run_ranks
 from tests.ranks.support import TINY, config, policy_of, runner_of, timeless, weights_of

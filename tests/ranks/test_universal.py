@@ -17,9 +17,10 @@ from megatron_grpo.conversion.names import global_name
 from megatron_grpo.conversion.runs import stage_weights_of
 from megatron_grpo.conversion.shards import slice_of
 from megatron_grpo.parallel.groups import Layout
-from megatron_grpo.training.checkpoint import Progress, load_universal, save_checkpoint
+from megatron_grpo.training.checkpoint import load_universal, save_checkpoint
 from megatron_grpo.training.files import CheckpointFolder
 from megatron_grpo.training.loss import SUMS
+from megatron_grpo.training.resume import Progress
 from megatron_grpo.training.step import StepRunner
 from tests.harness import run_ranks
 from tests.ranks.support import ROOT, config, minibatch, policy_of, replay_of, runner_of, write_model

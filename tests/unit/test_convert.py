@@ -258,7 +258,7 @@ def rewrite(path: Path, info: Any) -> None:
         ({}, "is no checkpoint that is known here"),
         ({"config.json": "{}"}, "is no checkpoint that is known here"),
         ({"config.json": "{}", "pytorch_model.bin": ""}, "pickled weights .* save_pretrained it as safetensors"),
-        ({"latest": "global_step3"}, "is a DeepSpeed checkpoint"),
+        ({"latest": "global_step3"}, "holds DeepSpeed's files without run.json"),
         ({"latest_checkpointed_iteration.txt": "soon"}, "says 'soon', neither an iteration nor release"),
         ({"latest_checkpointed_iteration.txt": "12"}, "iter_0000012 is missing, though"),
         (
@@ -266,6 +266,9 @@ def rewrite(path: Path, info: Any) -> None:
             "iter_0000012 is no Megatron checkpoint that is known",
         ),
         ({"metadata.json": '{"sharded_backend": "torch_dist"}'}, "add --config-from DIR"),
+        ({"run.json": "{}"}, "has run.json, but neither engine/ nor zero/"),
+        ({"checkpoints/latest": "tick000002"}, "has no checkpoint that its file latest names"),
+        ({"checkpoints/latest": "../../x"}, "has no checkpoint that its file latest names"),
     ],
 )
 def test_what_is_no_checkpoint_is_named(files: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -292,6 +295,9 @@ def test_what_is_no_checkpoint_is_named(files: dict[str, str], message: str, tmp
         ),
         ({"to": "megatron", "pipeline": 4}, "--pipeline=4 exceeds the model's 3 layers"),
         ({"to": "hf", "pipeline": 1}, "--pipeline=1 has no meaning with --to hf"),
+        ({"to": "megatron", "data": 2}, "--data=2 has no meaning with --to megatron"),
+        ({"to": "deepspeed-universal", "dtype": "bfloat16"}, "--dtype=bfloat16 has no meaning"),
+        ({"to": "deepspeed-universal"}, "holds weights alone, without the state of an optimizer"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(wish: dict[str, Any], message: str, tied: Path, tmp_path: Path) -> None:

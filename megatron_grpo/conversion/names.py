@@ -210,6 +210,16 @@ def megatron_shape(shape: ModelShape, weight: Weight) -> tuple[int, ...]:
     return (sum(part[0] for part in parts), *parts[0][1:])
 
 
+def slice_shape(shape: ModelShape, weight: Weight, tensor: int) -> tuple[int, ...]:
+    """The shape of each tensor rank's slice of the Megatron tensor, vocabulary padding included."""
+    sizes = list(megatron_shape(shape, weight))
+    if weight.how == "vocab":
+        sizes[0] = padded_vocab(shape.vocab, tensor)
+    if weight.how != "replicated":
+        sizes[1 if weight.how == "row" else 0] //= tensor
+    return tuple(sizes)
+
+
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in a Hugging Face directory; a tied model has no ``lm_head``."""
     return {

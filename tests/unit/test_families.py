@@ -10,11 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import FAMILIES, model_shape
-from megatron_grpo.conversion.files import hf_weights
 from megatron_grpo.conversion.names import TABLES, check_tensor_size, hf_shapes, megatron_shape, stage_table
 from megatron_grpo.conversion.reader import HFReader, check_tensors, read_hf_config
 from megatron_grpo.conversion.shards import to_hf, to_megatron
-from tests.models import GPT2_SIZES, MODELS, SIZES, random_model, weights_at
+from tests.models import GPT2_SIZES, MODELS, SIZES, hf_weights, random_model, weights_at
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], **SIZES}
 MISTRAL = {"architectures": ["MistralForCausalLM"], **SIZES, "sliding_window": None}

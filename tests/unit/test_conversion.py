@@ -122,10 +122,12 @@ def all_stages(
     ],
 )
 def test_padded_vocab_is_the_published_table(vocab: int, padded: tuple[int, ...]) -> None:
+    """E4."""
     assert tuple(padded_vocab(vocab, tensor) for tensor in (1, 2, 4, 8)) == padded
 
 
 def test_model_shape_reads_every_size(model_dir: Path) -> None:
+    """E10: the norm's epsilon is the model's own."""
     shape = shape_of(model_dir)
     name = json.loads((model_dir / "config.json").read_text())["architectures"][0]
     expected = {
@@ -160,6 +162,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], **SIZES}
     ],
 )
 def test_rope_theta_is_found_in_both_places(rope: dict[str, Any], theta: float) -> None:
+    """E10: transformers 5 keeps it inside rope_parameters."""
     assert model_shape(LLAMA | rope).rope_theta == theta
 
 
@@ -209,6 +212,7 @@ def test_absent_fields_mean_what_transformers_makes_of_them() -> None:
     ],
 )
 def test_what_changes_the_forward_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    """E10: linear RoPE scaling is never lost in silence. E11: nor are experts."""
     with pytest.raises(ConfigError, match=message):
         model_shape(LLAMA | change)
 
@@ -248,12 +252,16 @@ def test_qkv_round_trip_is_bit_exact(heads: int, groups: int, tensor: int, rest:
 
 
 def test_tensor_size_that_cuts_a_group_is_refused_with_the_reason() -> None:
+    """D7: Qwen2.5-0.5B has 14 heads in 2 groups. E5: 64 heads in 2 groups would leave some of 8 ranks without keys."""
     qwen_half = dataclasses.replace(model_shape(LLAMA), heads=14, kv_groups=2, ffn=4864)
     check_tensor_size(qwen_half, 2)
     with pytest.raises(ConfigError) as caught:
         check_tensor_size(qwen_half, 4)
-    for part in ("parallel.tensor=4", "num_attention_heads=14", "num_key_value_heads=2", "use one of 1, 2"):
+    reason = "num_attention_heads=14 (remainder 2) and num_key_value_heads=2 (remainder 2)"
+    for part in ("parallel.tensor=4", reason, "use one of 1, 2"):
         assert part in str(caught.value)
+    with pytest.raises(ConfigError, match=r"tensor=8 does not divide num_key_value_heads=2 .* use one of 1, 2$"):
+        check_tensor_size(dataclasses.replace(qwen_half, heads=64), 8)
 
 
 def test_every_cut_by_hand() -> None:
@@ -421,8 +429,9 @@ def test_tied_head_may_be_there_again_but_not_differ(tmp_path: Path) -> None:
 
 
 def test_directory_without_weights_is_refused(broken: Path) -> None:
+    """E8: training never starts from random weights."""
     (broken / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor"):
+    with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor .* never starts from random weights"):
         read_all(broken)
 
 

@@ -64,6 +64,7 @@ def test_absent_fields_mean_what_transformers_makes_of_them() -> None:
     ],
 )
 def test_what_changes_the_forward_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    """E10: also what nobody here knows."""
     with pytest.raises(ConfigError, match=message):
         model_shape(config)
 

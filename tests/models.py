@@ -1,6 +1,6 @@
 """Small random models of every family that is converted, as transformers writes them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,10 @@ import transformers
 
 from megatron_grpo.backends.megatron.model import stage_layers
 from megatron_grpo.conversion.families import ModelShape
-from megatron_grpo.conversion.files import stage_weights
+from megatron_grpo.conversion.files import hf_directory, stage_weights
+from megatron_grpo.conversion.names import hf_shapes, stage_table
 from megatron_grpo.conversion.reader import HFReader
+from megatron_grpo.conversion.shards import to_hf, unshard
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -65,3 +67,36 @@ def weights_at(
 def ids_of(columns: int = 20) -> torch.Tensor:
     """Token ids ``[2, columns]``, always the same."""
     return torch.randint(0, 61, (2, columns), generator=torch.Generator().manual_seed(2))
+
+
+def hf_weights(
+    stage_dicts: Mapping[tuple[int, int], Mapping[str, torch.Tensor]], shape: ModelShape, split: list[int]
+) -> dict[str, torch.Tensor]:
+    """The Hugging Face tensors of all stages: the exact inverse of ``stage_weights`` over every rank.
+
+    Args:
+        stage_dicts: by (stage, tensor rank), complete.
+        split: layers of every stage.
+    """
+    tensor_size = 1 + max(rank for _, rank in stage_dicts)
+    assert len(stage_dicts) == len(split) * tensor_size and sum(split) == shape.layers
+    tensors: dict[str, torch.Tensor] = {}
+    for stage in range(len(split)):
+        ranks = [stage_dicts[stage, rank] for rank in range(tensor_size)]
+        layers = stage_layers(tuple(split), stage)
+        table = list(stage_table(shape, layers, first=stage == 0, last=stage == len(split) - 1))
+        assert all(part.keys() == {weight.megatron for weight in table} for part in ranks)
+        for weight in table:
+            whole = unshard([part[weight.megatron] for part in ranks], weight.how)
+            for name, tensor in zip(weight.hf, to_hf(whole, weight, shape), strict=True):
+                assert name not in tensors or torch.equal(tensors[name], tensor), "copies of a tied embedding"
+                tensors[name] = tensor.contiguous()
+    return {name: tensors[name] for name in hf_shapes(shape)}
+
+
+def write_hf(directory: Path, tensors: Mapping[str, torch.Tensor], source_dir: Path, **options: Any) -> None:
+    """``hf_directory`` with tensors that are all there."""
+    plan = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    with hf_directory(directory, plan, source_dir, **options) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)

@@ -343,12 +343,12 @@ class PolicyEngine:
         return ((self._names[parameter], parameter) for parameter in self._parameters)
 
     @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """Inside the block every parameter is whole on every rank. Collective over the data-parallel group."""
+    def whole_parameters(self, *some: torch.nn.Parameter) -> Iterator[None]:
+        """Inside the block these parameters, or all, are whole on every rank. Collective: the data-parallel group."""
         if self.zero_stage < 3:
             yield
             return
-        with deepspeed.zero.GatheredParameters(self._parameters):
+        with deepspeed.zero.GatheredParameters(some or self._parameters):
             yield
 
     def save(self, folder: Path, tag: str) -> None:

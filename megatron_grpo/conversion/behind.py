@@ -1,15 +1,11 @@
-"""Writing on a thread of its own, while the next bytes are read and checked."""
+"""Writing on a thread of its own, while the next bytes are made."""
 
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
 import torch
-
-PENDING = 2
-"""Pieces of work that may wait or run; each holds what it writes in memory."""
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -18,14 +14,14 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class Behind:
-    """Does what it is given on one thread, in order. Leaving the block waits for all of it.
+    """Does one piece of work at a time on a thread of its own, in order. Leaving the block waits for it.
 
-    What fails is raised by a later call, or at the end; an exception that leaves the block drops what still waits.
+    What fails is raised by the next call, or at the end, unless another exception leaves the block.
     """
 
     def __init__(self) -> None:
         self._worker = ThreadPoolExecutor(max_workers=1)
-        self._waiting: deque[Future[None]] = deque()
+        self._running: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -35,15 +31,15 @@ class Behind:
             if error is None:
                 self.wait()
         finally:
-            self._worker.shutdown(cancel_futures=True)
+            self._worker.shutdown()
 
     def do(self, work: Callable[[], None]) -> None:
-        """Have ``work`` done after all that was given before; waits where much is pending."""
-        while len(self._waiting) >= PENDING:
-            self._waiting.popleft().result()
-        self._waiting.append(self._worker.submit(work))
+        """Start ``work`` when what was given before is done."""
+        self.wait()
+        self._running = self._worker.submit(work)
 
     def wait(self) -> None:
-        """Return when everything is done, and what it held may be overwritten."""
-        while self._waiting:
-            self._waiting.popleft().result()
+        """Return when everything is done, so that what was written from may be overwritten."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()

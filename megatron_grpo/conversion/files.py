@@ -1,10 +1,7 @@
-"""A stage's weights out of a Hugging Face directory, and a directory out of the weights of all stages.
+"""A stage's weights out of a checkpoint, and a Hugging Face directory that appears whole or not at all."""
 
-Legend: a stage dict maps Megatron parameter names (layers numbered from 0 on every stage) to one tensor
-rank's slices.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,13 +11,12 @@ from megatron_grpo.conversion.folders import fresh_directory
 from megatron_grpo.conversion.names import (
     check_tensor_size,
     embedding_name,
-    hf_shapes,
     stage_table,
 )
 from megatron_grpo.conversion.reader import HFReader
-from megatron_grpo.conversion.shards import slice_of, to_hf, to_megatron, unshard
+from megatron_grpo.conversion.shards import slice_of, to_megatron
 from megatron_grpo.conversion.sources import Source
-from megatron_grpo.conversion.writer import MAX_FILE_BYTES, HFWriter, carry_files
+from megatron_grpo.conversion.writer import MAX_FILE_BYTES, HFWriter, Plan, carry_files
 
 
 def stage_weights(
@@ -60,64 +56,22 @@ def read_embedding(directory: Path, shape: ModelShape) -> torch.Tensor:
         return reader.get(embedding_name(shape)).float()
 
 
-def hf_weights(
-    stage_dicts: Mapping[tuple[int, int], Mapping[str, torch.Tensor]], shape: ModelShape, split: list[int]
-) -> dict[str, torch.Tensor]:
-    """The Hugging Face tensors of all stages: the exact inverse of ``stage_weights`` over every rank.
-
-    Args:
-        stage_dicts: by (stage, tensor rank), complete.
-        split: layers of every stage.
-
-    Returns:
-        Contiguous tensors in the dtype of the stages, without vocabulary padding; tied: without ``lm_head``.
-
-    Raises:
-        ValueError: a rank or a parameter is missing or surplus, or the two copies of a tied embedding differ.
-    """
-    tensor_size = 1 + max(rank for _, rank in stage_dicts)
-    wanted = {(stage, rank) for stage in range(len(split)) for rank in range(tensor_size)}
-    if stage_dicts.keys() != wanted or sum(split) != shape.layers:
-        raise ValueError(
-            f"split={split} of {shape.layers} layers needs the (stage, tensor rank) parts {sorted(wanted)}, "
-            f"got {sorted(stage_dicts)}"
-        )
-    tensors: dict[str, torch.Tensor] = {}
-    for stage, count in enumerate(split):
-        ranks = [stage_dicts[stage, rank] for rank in range(tensor_size)]
-        layers = range(sum(split[:stage]), sum(split[:stage]) + count)
-        table = list(stage_table(shape, layers, first=stage == 0, last=stage == len(split) - 1))
-        _check_stage_names(stage, ranks, {weight.megatron for weight in table})
-        for weight in table:
-            whole = unshard([part[weight.megatron] for part in ranks], weight.how)
-            for name, tensor in zip(weight.hf, to_hf(whole, weight, shape), strict=True):
-                if name in tensors and not torch.equal(tensors[name], tensor):
-                    raise ValueError(f"{weight.megatron} of stage {stage} differs from the embedding it is tied to")
-                tensors[name] = tensor.contiguous()
-    return {name: tensors[name] for name in hf_shapes(shape)}
-
-
-def _check_stage_names(stage: int, ranks: list[Mapping[str, torch.Tensor]], wanted: set[str]) -> None:
-    for rank, part in enumerate(ranks):
-        wrong = sorted(wanted ^ part.keys())
-        if wrong:
-            raise ValueError(f"stage {stage}, tensor rank {rank}: parameter {wrong[0]} is missing or surplus")
-
-
-def write_hf(
+@contextmanager
+def hf_directory(
     directory: Path,
-    tensors: Mapping[str, torch.Tensor],
+    plan: Plan,
     source_dir: Path,
     *,
     tokenizer_dir: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:
+) -> Iterator[HFWriter]:
     """Write a Hugging Face directory aside, then rename it into place; an older export is replaced.
 
     Weights are safetensors, indexed shards when they exceed ``max_file_bytes``. The config (its dtype set to
     what is written), the generation config and the tokenizer files are those of ``source_dir``.
 
     Args:
+        plan: name to shape and dtype of every tensor; all of them must be written in the block.
         tokenizer_dir: where the tokenizer files come from, if not from ``source_dir``.
 
     Raises:
@@ -125,9 +79,8 @@ def write_hf(
         OSError: nothing is left of the new directory, and the older export stays.
     """
     tokenizer_dir = tokenizer_dir or source_dir
-    planned = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    dtype = next(iter(plan.values()))[1]
     with fresh_directory(directory, (source_dir, tokenizer_dir), marker="config.json") as temporary:
-        with HFWriter(temporary, planned, max_file_bytes) as writer:
-            for name, tensor in tensors.items():
-                writer.write(name, tensor)
-        carry_files(source_dir, temporary, dtype=next(iter(tensors.values())).dtype, tokenizer_dir=tokenizer_dir)
+        with HFWriter(temporary, plan, max_file_bytes) as writer:
+            yield writer
+        carry_files(source_dir, temporary, dtype=dtype, tokenizer_dir=tokenizer_dir)

@@ -223,13 +223,13 @@ def megatron_shape(shape: ModelShape, weight: Weight) -> tuple[int, ...]:
 
 
 def slice_shape(shape: ModelShape, weight: Weight, tensor: int) -> tuple[int, ...]:
-    """The shape of a tensor rank's slice, the vocabulary padded."""
-    whole = list(megatron_shape(shape, weight))
+    """The shape of each tensor rank's slice of the Megatron tensor, vocabulary padding included."""
+    sizes = list(megatron_shape(shape, weight))
     if weight.how == "vocab":
-        whole[0] = padded_vocab(shape.vocab, tensor)
+        sizes[0] = padded_vocab(shape.vocab, tensor)
     if weight.how != "replicated":
-        whole[1 if weight.how == "row" else 0] //= tensor
-    return tuple(whole)
+        sizes[1 if weight.how == "row" else 0] //= tensor
+    return tuple(sizes)
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -45,6 +45,13 @@ BROKEN = (
 )
 """What unpickling raises over bytes that are no pickle; it has no error of its own for them."""
 
+STORAGES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float16: torch.HalfStorage,
+}
+"""What ``torch.save`` calls the numbers of a tensor."""
 HARDLY_ANY_BYTES = 2**20
 LOCAL_HEADER, LOCAL_LENGTHS = 30, 26
 """Bytes of the header in front of each entry of a zip archive; it ends with the lengths of name and extra field."""
@@ -128,13 +135,23 @@ class _Pieces:
         pass
 
 
+class _ShellPickler(pickle.Pickler):
+    """Pickles a tensor as ``torch.save`` does: its numbers are a file of their own, called 0."""
+
+    def __init__(self, file: IO[bytes], tensor: torch.Tensor) -> None:
+        super().__init__(file, protocol=2)
+        self._numbers = ("storage", STORAGES[tensor.dtype], "0", "cpu", tensor.numel())
+
+    def persistent_id(self, item: object) -> tuple[object, ...] | None:
+        return self._numbers if isinstance(item, torch.storage.TypedStorage) else None
+
+
 @lru_cache(maxsize=256)
 def _pickle_of(shape: torch.Size, dtype: torch.dtype) -> bytes:
     """What ``torch.save`` says of a contiguous CPU tensor beside its numbers."""
-    whole = io.BytesIO()
-    torch.save(torch.empty(shape, dtype=dtype), whole)
-    with zipfile.ZipFile(whole) as archive:
-        return archive.read("archive/data.pkl")
+    file, tensor = io.BytesIO(), torch.empty(shape, dtype=dtype)  # memory that is never touched
+    _ShellPickler(file, tensor).dump(tensor)
+    return file.getvalue()
 
 
 def saved_tensor(tensor: torch.Tensor) -> list[bytes | memoryview]:
@@ -171,13 +188,14 @@ def load_tensor(part: FileSlice, where: str, room: torch.Tensor) -> torch.Tensor
             entries = archive.infolist()
             [numbers] = (entry for entry in entries if entry.filename.endswith("/data/0"))
             said = [archive.read(entry) for entry in entries if entry is not numbers]
-        if _pickle_of(room.shape, room.dtype) in said and numbers.file_size == room.nbytes:
-            value = room
+        plain = room.dtype in STORAGES and _pickle_of(room.shape, room.dtype) in said
+        if plain and numbers.compress_type == zipfile.ZIP_STORED and numbers.file_size == room.nbytes:
             _read_numbers(part, numbers, raw_bytes(room))
+            value = stored = room
         else:
             part.seek(0)
             value = torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
-        stored = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()) if value is not room else room
+            stored = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
         if zlib.crc32(raw_bytes(stored)) != numbers.CRC:
             raise ValueError("checksum of its numbers")
     except (zipfile.BadZipFile, NotImplementedError, OSError, *BROKEN) as error:
@@ -188,8 +206,6 @@ def load_tensor(part: FileSlice, where: str, room: torch.Tensor) -> torch.Tensor
 
 def _read_numbers(part: FileSlice, entry: zipfile.ZipInfo, target: memoryview) -> None:
     """Fill ``target`` with an entry that is stored as it is."""
-    if entry.compress_type != zipfile.ZIP_STORED:
-        raise ValueError("compressed numbers")
     part.seek(entry.header_offset)
     local = part.read(LOCAL_HEADER) or b""
     name, extra = struct.unpack_from("<HH", local, LOCAL_LENGTHS)

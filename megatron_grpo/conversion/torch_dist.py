@@ -34,8 +34,8 @@ from megatron_grpo.conversion.names import Weight, megatron_shape, padded_vocab
 from megatron_grpo.conversion.pickles import saved_tensor
 from megatron_grpo.conversion.shards import shard, to_megatron
 
-BLOCK_BYTES = 2**22
-"""A chunk is written in parts of at most so many, and read in them."""
+BLOCK_BYTES, COPIED_BYTES = 2**24, 2**21
+"""A chunk is written, and read, in blocks of at most so many; of so many where its rows must be copied together."""
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 BACKEND_FILE = "metadata.json"
@@ -190,8 +190,9 @@ class DistWriter:
 
 
 def _blocks(chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """First row and rows of parts that are small enough to be copied."""
-    rows = max(1, BLOCK_BYTES * len(chunk) // max(1, chunk.nbytes))
+    """First row and rows of every block."""
+    most = BLOCK_BYTES if chunk.is_contiguous() else COPIED_BYTES
+    rows = max(1, most * len(chunk) // max(1, chunk.nbytes))
     for start in range(0, len(chunk), rows):
         yield start, chunk[start : start + rows]
 

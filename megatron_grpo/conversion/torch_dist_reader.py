@@ -1,6 +1,7 @@
 """Megatron's distributed checkpoint ``torch_dist``, read weight by weight: ours and Megatron's own, cut in any way."""
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,25 @@ MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.")
 Index = tuple[int, ...]
 
 
+class _Memory(threading.local):
+    """Memory for one tensor at a time, in each thread: to get fresh memory takes longer than to read into it."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: Index, dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor with any content, in the place of the one before."""
+        size = math.prod(shape) * dtype.itemsize
+        if size > len(self._held):
+            self.clear()
+            self._held = torch.empty(size, dtype=torch.uint8)
+        return self._held[:size].view(dtype).view(shape)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._held = torch.empty(0, dtype=torch.uint8)
+
+
 class DistReader:
     """The weights of a model, each assembled when it is asked for, in the place of the one before.
 
@@ -33,6 +53,7 @@ class DistReader:
 
     def __init__(self, directory: Path, shape: ModelShape) -> None:
         self._directory, self._shape = directory, shape
+        self._readers = ThreadPoolExecutor(READERS)  # its threads end with it
         self._entries, self._storage = read_entries(directory)
         _check_files(directory, self._storage.values())
         self._place: dict[str, tuple[tuple[str, ...], int | None]] = {}
@@ -42,8 +63,7 @@ class DistReader:
             self._check_shape(weight, keys, layer)
             self._place[weight.megatron] = (keys, layer)
             used.update(keys)
-        # One weight after another lies here: the system takes longer to clear fresh memory than to read into it.
-        self._memory = torch.empty(max(self._bytes_of(*place) for place in self._place.values()), dtype=torch.uint8)
+        self._memory = _Memory()
         surplus = sorted(key for key in self._entries.keys() - used if key.startswith(MODEL_PREFIXES))
         if surplus:
             raise ConfigError(
@@ -64,9 +84,7 @@ class DistReader:
         """
         keys, layer = self._place[weight.megatron]
         shapes = [self._shape_of(key, layer) for key in keys]
-        rows = sum(shape[0] for shape in shapes)
-        dtype = self.weight_dtype(weight)
-        whole = self._memory[: self._bytes_of(keys, layer)].view(dtype).view(rows, *shapes[0][1:])
+        whole = self._room(weight, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
         for key, target in zip(keys, torch.split(whole, [shape[0] for shape in shapes]), strict=True):
             self._fill(key, layer, target)
         return to_hf(whole, weight, self._shape)
@@ -104,9 +122,12 @@ class DistReader:
                 "config.json of the same model"
             )
 
-    def _bytes_of(self, keys: Sequence[str], layer: int | None) -> int:
-        itemsize = max(self._entries[key].properties.dtype.itemsize for key in keys)
-        return itemsize * sum(math.prod(self._shape_of(key, layer)) for key in keys)
+    def _room(self, weight: Weight, shape: Index) -> torch.Tensor:
+        """Memory for a weight; those of layers take turns in theirs, which is given back outside them."""
+        if weight.layer is not None:
+            return self._memory.empty(shape, self.weight_dtype(weight))
+        self._memory.clear()
+        return torch.empty(shape, dtype=self.weight_dtype(weight))
 
     def _shape_of(self, key: str, layer: int | None) -> Index:
         size = tuple(self._entries[key].size)
@@ -126,9 +147,8 @@ class DistReader:
             if value.data_ptr() != box.data_ptr():
                 box.copy_(value)
 
-        with ThreadPoolExecutor(READERS) as pool:
-            for _ in pool.map(read, chunks):
-                pass
+        for _ in self._readers.map(read, chunks):
+            pass
 
     def _chunks_of(self, key: str, layer: int | None) -> Iterator[tuple[Any, Index, Index]]:
         """The chunks that hold a part of ``layer``: as stored, and place and size within the layer."""
@@ -152,7 +172,7 @@ class DistReader:
             raise ConfigError(f"{self._directory / METADATA_FILE} does not say where {key} is stored; fetch it again")
         path = self._directory / info.relative_path
         fits = target.is_contiguous() and target.numel() == math.prod(chunk.sizes)
-        room = target.view(chunk.sizes) if fits else torch.empty(chunk.sizes, dtype=target.dtype)
+        room = target.view(chunk.sizes) if fits else self._memory.empty(chunk.sizes, target.dtype)
         try:
             with path.open("rb") as file:
                 value = load_tensor(FileSlice(file, info.offset, info.length), f"{path} (tensor {key})", room)

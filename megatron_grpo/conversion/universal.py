@@ -23,6 +23,8 @@ from megatron_grpo.conversion.runs import RunFacts, RunReader
 from megatron_grpo.conversion.shards import to_hf
 
 OPTIMIZER_STATE = "optimizer_state.pt"
+MUCH_BYTES = 2**24
+"""What was mapped of a tensor larger than this is given back at once, and not after its layer."""
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,7 +90,11 @@ def _layers(shape: ModelShape) -> Iterator[list[Weight]]:
 def _write_parameter(reader: RunReader, weight: Weight, folder: Path) -> None:
     folder.mkdir(parents=True)
     for state in STATES:
-        save_tensors(deepspeed_entry(weight, reader.tensor(weight, state)), folder / f"{state}.pt")
+        whole = reader.tensor(weight, state)
+        save_tensors(deepspeed_entry(weight, whole), folder / f"{state}.pt")
+        if whole.nbytes > MUCH_BYTES:
+            del whole
+            reader.release()
     save_tensors(torch.tensor(reader.step), folder / "step.pt")
 
 

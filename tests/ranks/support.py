@@ -21,7 +21,6 @@ from transformers import (
 
 from megatron_grpo.backends.huggingface import load_tokenizer
 from megatron_grpo.config import Config, deepspeed_settings
-from megatron_grpo.conversion.files import hf_weights
 from megatron_grpo.data.tasks import build_task
 from megatron_grpo.parallel.groups import Layout, build_groups
 from megatron_grpo.rollout.batch import Batch
@@ -30,6 +29,7 @@ from megatron_grpo.training.loss import Replay
 from megatron_grpo.training.policy import Policy, policy_runtime
 from megatron_grpo.training.scoring import Scorer
 from megatron_grpo.training.step import Row, StepRunner
+from tests.models import hf_weights
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples/tiny/policy"

@@ -41,6 +41,7 @@ def logits(rank: int, world: int, path: Path) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_logits_are_those_of_transformers(name: str, tensor: int, tmp_path: Path) -> None:
+    """E1: tied or not. E10: norm epsilons and RoPE bases far from the usual."""
     path = random_model(name, tmp_path)
     with torch.no_grad():
         want = reference_model(path, torch.float32)(ids_of()).logits

@@ -95,7 +95,7 @@ def differences(policy: Any, universal: Path) -> list[str]:
                     want = whole(fragment.name, state).flatten()[fragment.start : fragment.start + fragment.numel]
                     wrong += [] if torch.equal(mine, want) else [f"{fragment.name} {state}"]
     for fragment, shard in zip(policy.engine.weight_fragments(), policy.engine.weights(), strict=True):
-        want = fragment.cut(whole(str(fragment.name), "fp32"))
+        want = fragment.cut(whole(str(fragment.name), "fp32")).to(shard.dtype)
         wrong += [] if torch.equal(shard, want) else [f"{fragment.name} weights"]
     return wrong
 
@@ -113,9 +113,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(tmp_path_factory.mktemp("tied"), "qwen2", tied=True))
 
 
-def saved(model: str, tmp_path: Path, layout: Layout, zero: int, **sections: Any) -> list[dict[str, float]]:
+def saved(path: str, tmp_path: Path, layout: Layout, zero: int, **sections: Any) -> list[dict[str, float]]:
     results = run_ranks(
-        train_and_save, layout.world_size, model, layout, zero, str(tmp_path / "run"), sections, timeout_s=120.0
+        train_and_save, layout.world_size, path, layout, zero, str(tmp_path / "run"), sections, timeout_s=120.0
     )
     return results[0]  # type: ignore[no-any-return]
 
@@ -124,13 +124,22 @@ SOURCE = Layout(pipeline=2, data=2)
 
 
 @pytest.mark.parametrize(
-    "zero", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+    ("zero", "dtype"),
+    [
+        pytest.param(0, "float32", marks=slow),
+        (1, "float32"),
+        pytest.param(1, "bfloat16", marks=slow),
+        pytest.param(2, "float32", marks=slow),
+        (3, "float32"),
+        pytest.param(3, "bfloat16", marks=slow),
+    ],
 )
-def test_the_same_topology_goes_on_bit_for_bit(model: str, zero: int, tmp_path: Path) -> None:
+def test_the_same_topology_goes_on_bit_for_bit(model: str, zero: int, dtype: str, tmp_path: Path) -> None:
     """M, its excess, the gate's mean, snapshots and codecs come along: the next two ticks are those of the old run."""
-    went_on = saved(model, tmp_path, SOURCE, zero)
+    sections = {"model": {"path": model, "dtype": dtype}}
+    went_on = saved(model, tmp_path, SOURCE, zero, **sections)
     universal_of(tmp_path / "run", tmp_path / "universal")
-    given = (model, SOURCE, zero, str(tmp_path / "universal"), {})
+    given = (model, SOURCE, zero, str(tmp_path / "universal"), sections)
     for dropped, wrong, values in run_ranks(load_and_train, 4, *given, timeout_s=120.0):
         assert (dropped, wrong) == ([], [])
         assert [value | {"loss": 0.0} for value in values] == [value | {"loss": 0.0} for value in went_on]

@@ -413,6 +413,7 @@ def test_every_control_arm_is_one_config_away(home: Path) -> None:
 
 
 def test_tensor_width_must_divide_heads_and_groups(home: Path) -> None:
+    """D7, Qwen2.5-0.5B."""
     write_model(home, num_attention_heads=14, num_key_value_heads=2, hidden_size=896)
     assert "14 attention heads, 2 key/value groups" in checked(home, "parallel.tensor=4")
     assert checked(home, "parallel.tensor=4").endswith("use 1 or 2")
@@ -428,6 +429,7 @@ def test_tensor_width_must_divide_heads_and_groups(home: Path) -> None:
     ],
 )
 def test_a_missing_model_file_is_named(home: Path, name: str, part: str) -> None:
+    """E8: nothing starts from random weights."""
     (home / "model" / name).unlink()
     assert part in checked(home)
 

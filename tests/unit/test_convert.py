@@ -18,14 +18,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from typer.testing import CliRunner
 
 from megatron_grpo.cli import app
-from megatron_grpo.config import ConfigError
+from megatron_grpo.config import ConfigError, layer_split, load_config
 from megatron_grpo.conversion.convert import Wish, convert
 from megatron_grpo.conversion.formats import recognise
 from megatron_grpo.conversion.inspect import describe
 from megatron_grpo.conversion.reader import read_hf_config
-from tests.models import MODELS, random_model
+from tests.models import MODELS, random_model, write_hf
 
 WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
@@ -88,7 +89,7 @@ def test_layouts_in_any_direction(tensor: int, pipeline: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("layers", "pipeline", "split"), [(7, 2, [4, 3]), (30, 4, [8, 8, 7, 7]), (6, 4, [2, 2, 1, 1])])
 def test_no_layer_is_lost_where_stages_are_uneven(layers: int, pipeline: int, split: list[int], tmp_path: Path) -> None:
-    """D1, D4: 30 layers on 4 stages are 30 layers."""
+    """D1: 30 layers on 4 stages are 8, 8, 7, 7. D4: 7 on 2 are 4, 3, and 6 on 4 are 2, 2, 1, 1."""
     source = random_model("llama", tmp_path / "hf", num_hidden_layers=layers)
     run(source, tmp_path / "megatron", to="megatron", pipeline=pipeline)
     norms = metadata_of(tmp_path / "megatron").storage_data
@@ -99,6 +100,32 @@ def test_no_layer_is_lost_where_stages_are_uneven(layers: int, pipeline: int, sp
     assert same_weights(source, tmp_path / "back")
 
 
+def test_an_interleaved_pipeline_loses_no_layers_because_there_is_none(tied: Path, tmp_path: Path) -> None:
+    """D2: 80 layers on 16 stages are 5 each; a virtual size is no option, no key, and not read in a checkpoint."""
+    source = random_model("llama", tmp_path / "hf", num_hidden_layers=80, hidden_size=8, intermediate_size=8)
+    run(source, tmp_path / "megatron", to="megatron", pipeline=16)
+    run(tmp_path / "megatron", tmp_path / "back", to="hf")
+    assert same_weights(source, tmp_path / "back")
+    assert len(list((tmp_path / "megatron/release").glob("*.distcp"))) == 16
+    given = ["convert", str(source), str(tmp_path / "out"), "--to", "megatron", "--virtual-pipeline", "2"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2 and "--virtual-pipeline" in result.stderr
+    with pytest.raises(ConfigError, match="virtual_pipeline"):
+        load_config(TOOLS.parent / "examples/tiny/k5.yaml", ["parallel.virtual_pipeline=2"])
+    (tmp_path / "legacy/mp_rank_00").mkdir(parents=True)
+    torch.save({"model0": {}, "model1": {}}, tmp_path / "legacy/mp_rank_00/model_optim_rng.pt")
+    with pytest.raises(ConfigError, match=r"no table 'model' of one stage .interleaved schedules are not read"):
+        run(tmp_path / "legacy", tmp_path / "out", to="hf", config_dir=tied)
+
+
+@pytest.mark.parametrize("layers", [43, 61, 78])
+def test_any_number_of_stages_holds_every_layer(layers: int) -> None:
+    """D4: as evenly as can be."""
+    for pipeline in range(1, layers + 1):
+        split = layer_split(layers, pipeline)
+        assert len(split) == pipeline and sum(split) == layers and max(split) - min(split) <= 1
+
+
 @pytest.mark.parametrize(
     ("vocab", "tensor", "padded"),
     [
@@ -106,18 +133,21 @@ def test_no_layer_is_lost_where_stages_are_uneven(layers: int, pipeline: int, sp
         (50257, 8, 51200),
         (32000, 4, 32256),
         (151665, 2, 151808),
+        (151669, 4, 152064),
         (151936, 2, 152064),
         (128256, 8, 129024),
     ],
 )
 def test_vocabulary_is_padded_inside_and_true_outside(vocab: int, tensor: int, padded: int, tmp_path: Path) -> None:
-    """E4, numbers of the published table."""
+    """E4, numbers of the published reports; what is padded already is not padded again."""
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 16, "num_hidden_layers": 1}
     source = random_model("llama", tmp_path / "hf", vocab_size=vocab, **sizes)
-    run(source, tmp_path / "megatron", to="megatron", tensor=tensor)
-    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        assert metadata_of(tmp_path / "megatron").state_dict_metadata[key].size == (padded, 16)
-    run(tmp_path / "megatron", tmp_path / "back", to="hf")
+    run(source, tmp_path / "once", to="megatron", tensor=tensor)
+    run(tmp_path / "once", tmp_path / "twice", to="megatron", tensor=tensor)
+    for folder in ("once", "twice"):
+        for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            assert metadata_of(tmp_path / folder).state_dict_metadata[key].size == (padded, 16)
+    run(tmp_path / "twice", tmp_path / "back", to="hf")
     assert same_weights(source, tmp_path / "back")
 
 
@@ -132,16 +162,21 @@ def test_large_tensors_are_stored_in_blocks(tied: Path, tmp_path: Path, monkeypa
     assert same_weights(tied, tmp_path / "back")
 
 
-def test_a_tied_head_is_never_added(tied: Path, tmp_path: Path) -> None:
-    """E2: as many tensors come out as the model has, though the source carries its head once more."""
-    tensors = load_file(tied / WEIGHTS)
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf/config.json").write_text((tied / "config.json").read_text())
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "hf" / WEIGHTS)
-    run(tmp_path / "hf", tmp_path / "megatron", to="megatron")
+def test_a_tied_head_is_never_added(tmp_path: Path) -> None:
+    """E2: 148 tensors stay 148, though the source carries its head once more; a head alone is no embedding."""
+    source = random_model("gpt2", tmp_path / "hf", n_layer=12)
+    tensors, embedding = load_file(source / WEIGHTS), "transformer.wte.weight"
+    head = {"lm_head.weight": tensors[embedding].clone()}
+    assert len(tensors) == 148
+    save_file(tensors | head, source / WEIGHTS)
+    run(source, tmp_path / "megatron", to="megatron", pipeline=3)
     assert "output_layer.weight" not in metadata_of(tmp_path / "megatron").state_dict_metadata
     run(tmp_path / "megatron", tmp_path / "back", to="hf")
-    assert load_file(tmp_path / "back" / WEIGHTS).keys() == tensors.keys() and same_weights(tied, tmp_path / "back")
+    back = load_file(tmp_path / "back" / WEIGHTS)
+    assert back.keys() == tensors.keys() and all(torch.equal(back[name], tensors[name]) for name in back)
+    save_file({name: x for name, x in (tensors | head).items() if name != embedding}, source / WEIGHTS)
+    with pytest.raises(ConfigError, match=f"tensor {embedding} .* is missing from"):
+        run(source, tmp_path / "out", to="megatron")
 
 
 def test_a_body_saved_alone_becomes_a_whole_model(tmp_path: Path) -> None:
@@ -185,7 +220,7 @@ def test_mixed_dtypes_are_kept_or_named(tied: Path, tmp_path: Path) -> None:
 
 
 def test_tokenizer_and_generation_config_are_carried(tied: Path, tmp_path: Path) -> None:
-    """E11, for a SentencePiece model and for a fast tokenizer."""
+    """E11: generation config, and the tokenizer of the very source, SentencePiece and fast."""
     others = {
         "generation_config.json": '{"eos_token_id": [2, 7]}',
         "tokenizer.model": "sentencepiece",
@@ -265,6 +300,7 @@ def rewrite(path: Path, info: Any) -> None:
             {"latest_checkpointed_iteration.txt": "12", "iter_0000012/x": ""},
             "iter_0000012 is no Megatron checkpoint that is known",
         ),
+        ({"iter_0000012/x": ""}, "has neither .* nor latest_checkpointed_iteration.txt or metadata.json"),
         ({"metadata.json": '{"sharded_backend": "torch_dist"}'}, "add --config-from DIR"),
         ({"run.json": "{}"}, "has run.json, but neither engine/ nor zero/"),
         ({"checkpoints/latest": "tick000002"}, "has no checkpoint that its file latest names"),
@@ -272,6 +308,7 @@ def rewrite(path: Path, info: Any) -> None:
     ],
 )
 def test_what_is_no_checkpoint_is_named(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    """E8: without the tracker, or what it names, nothing is read and nothing starts at random."""
     source = tmp_path / "source"
     source.mkdir()
     for name, text in files.items():
@@ -346,6 +383,55 @@ def test_numbers_that_are_not_finite_are_named(tied: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"model.norm.weight: .* already in the source .* fetch the source again"):
         run(tmp_path / "hf", tmp_path / "out", to="megatron")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_an_adapter_alone_is_refused(tied: Path, tmp_path: Path) -> None:
+    """E11: a LoRA is never merged in silence."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 16}')
+    (adapter / "adapter_model.safetensors").write_bytes((tied / WEIGHTS).read_bytes())
+    with pytest.raises(ConfigError, match="is no checkpoint that is known here"):
+        run(adapter, tmp_path / "out", to="megatron")
+    merged = load_file(tied / WEIGHTS) | {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2, 24)}
+    (adapter / "config.json").write_text((tied / "config.json").read_text())
+    save_file(merged, adapter / WEIGHTS)
+    with pytest.raises(ConfigError, match=r"q_proj.lora_A.weight .1 in all. is not a part of the model"):
+        run(adapter, tmp_path / "out", to="megatron")
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda folder: [file.unlink() for file in folder.glob("model*")], "hf is no checkpoint"),
+        (lambda folder: (folder / "model-00002-of-00004.safetensors").unlink(), "model-00002-of-00004.safetensors is"),
+        (lambda folder: (folder / INDEX).write_text("{}"), f"{INDEX} is not an index"),
+        (lambda folder: shard_at(folder, "../outside.safetensors"), "names shard '../outside.safetensors' outside"),
+        (lambda folder: shard_at(folder, "/etc/passwd"), "names shard '/etc/passwd' outside"),
+        (lambda folder: shard_at(folder, "model-00001-of-00004.safetensors"), "model-00001-of-00004.safetensors, whi"),
+    ],
+)
+def test_missing_and_wrong_shards_end_with_2_and_their_name(
+    damage: Callable[[Path], object], named: str, tied: Path, tmp_path: Path
+) -> None:
+    """E6; and a sound model in shards loses nothing where one ends."""
+    tensors, source = load_file(tied / WEIGHTS), tmp_path / "hf"
+    write_hf(source, tensors, tied, max_file_bytes=-(-sum(x.nbytes for x in tensors.values()) // 4) + 2000)
+    assert len(list(source.glob("model-*-of-00004.safetensors"))) == 4
+    run(source, tmp_path / "megatron", to="megatron")
+    run(tmp_path / "megatron", tmp_path / "back", to="hf")
+    assert same_weights(tied, tmp_path / "back")
+    (tmp_path / "outside.safetensors").write_bytes((tied / WEIGHTS).read_bytes())
+    damage(source)
+    result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out"), "--to", "megatron"])
+    assert result.exit_code == 2 and named in result.stderr and not (tmp_path / "out").exists()
+
+
+def shard_at(folder: Path, name: str) -> None:
+    """Let the index put the final norm into another file."""
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    (folder / INDEX).write_text(json.dumps(index))
 
 
 # Damaged and hostile files

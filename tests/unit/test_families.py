@@ -10,11 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.families import FAMILIES, model_shape
-from megatron_grpo.conversion.files import hf_weights
 from megatron_grpo.conversion.names import TABLES, check_tensor_size, hf_shapes, megatron_shape, stage_table
 from megatron_grpo.conversion.reader import HFReader, check_tensors, read_hf_config
 from megatron_grpo.conversion.shards import to_hf, to_megatron
-from tests.models import GPT2_SIZES, MODELS, SIZES, random_model, weights_at
+from tests.models import GPT2_SIZES, MODELS, SIZES, hf_weights, random_model, weights_at
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], **SIZES}
 MISTRAL = {"architectures": ["MistralForCausalLM"], **SIZES, "sliding_window": None}
@@ -65,6 +64,7 @@ def test_absent_fields_mean_what_transformers_makes_of_them() -> None:
     ],
 )
 def test_what_changes_the_forward_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    """E10: also what nobody here knows."""
     with pytest.raises(ConfigError, match=message):
         model_shape(config)
 

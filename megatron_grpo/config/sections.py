@@ -254,20 +254,31 @@ class GrpoConfig(Section):
     """Prompts of one step, over all data-parallel ranks."""
     minibatches: Positive = 2
     """Ticks in one step."""
+    objective: Literal["clip", "gspo", "cispo"] = "clip"
+    """PPO's clipped surrogate token by token; under one ratio a sequence; or log-probs weighted by a bounded ratio."""
     clip_low: BelowOne = 0.2
     clip_high: NonNegativeFloat = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; cispo has no lower bound."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
-    """Bound of the ratio where the advantage is negative; null turns it off."""
+    """Bound of the ratio where the advantage is negative; null turns it off. cispo has none."""
     log_ratio_clamp: PositiveFloat = 20.0
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the k3 divergence from the reference policy; 0 loads no reference."""
+    """Weight of the divergence from the reference policy; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k3 is unbiased and never negative; k2 has the divergence's gradient; k1 as a loss only adds noise."""
     entropy_coef: NonNegativeFloat = 0.0
+    baseline: Literal["group", "leave_one_out"] = "group"
+    """Advantages are differences from the mean of the group, or of the other samples in it; so is their deviation."""
     std: Literal["sample", "none"] = "sample"
-    """Advantages are divided by the group's sample deviation, or not."""
-    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """Advantages are divided by that sample deviation, or not."""
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = "token_mean"
+    """Loss over tokens; mean over sequences of their tokens' mean, of their sum, of their sum over max_response."""
     is_cap: PositiveFloat | None = None
     """Largest importance weight trainer/sampler; null: no weights."""
+    is_floor: NonNegativeFloat = 0.0
+    """Smallest importance weight."""
+    is_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    """Weights of tokens or whole sequences; those out of bounds are set to the bound, or drop their tokens."""
     eps: PositiveFloat = 1e-6
     """Added to the deviation."""
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.config import GrpoConfig
-from megatron_grpo.ops.grpo import dead_groups
+from megatron_grpo.ops.advantages import dead_groups
 from megatron_grpo.parallel.collectives import broadcast_from, sum_over
 from megatron_grpo.parallel.groups import ParallelGroups
 from megatron_grpo.parallel.link import byte_metrics

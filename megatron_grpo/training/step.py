@@ -15,7 +15,7 @@ from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import Config
 from megatron_grpo.data.problem import Problem, Task
 from megatron_grpo.data.tasks import encode_prompts
-from megatron_grpo.ops.grpo import group_advantages
+from megatron_grpo.ops.advantages import group_advantages
 from megatron_grpo.ops.lowrank import seed_of
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.link import Kind
@@ -182,7 +182,7 @@ class StepRunner:
         start = time.perf_counter()
         batch, scores, seconds = self._sample(problems, row_ids, rule, plan)
         reward_BG = scores.reward_B.view(-1, size)
-        advantages_BG = group_advantages(reward_BG, eps=cfg.grpo.eps, std=cfg.grpo.std)
+        advantages_BG = group_advantages(reward_BG, eps=cfg.grpo.eps, std=cfg.grpo.std, baseline=cfg.grpo.baseline)
         figures = RolloutFigures(
             reward_BG=reward_BG,
             parsed_B=scores.parsed_B,
@@ -234,7 +234,9 @@ class StepRunner:
         problems, row_ids = self._deal(0, prompts)
         rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, 0, "calibration"))
         batch, scores, _ = self._sample(problems, row_ids, rule, Pass("basis", dense=True, observe="both"))
-        advantages_BG = group_advantages(scores.reward_B.view(-1, size), eps=cfg.grpo.eps, std=cfg.grpo.std)
+        advantages_BG = group_advantages(
+            scores.reward_B.view(-1, size), eps=cfg.grpo.eps, std=cfg.grpo.std, baseline=cfg.grpo.baseline
+        )
         return batch.with_advantages(advantages_BG.reshape(-1))
 
     def _unseen_batch(self) -> Batch:

@@ -303,6 +303,12 @@ def test_the_resolved_file_reads_back_as_the_same_config(home: Path, overrides: 
     assert yaml.safe_load((home / "resolved.yaml").read_text()) == config.dump()
 
 
+def test_importance_weights_need_room_between_their_bounds(home: Path) -> None:
+    line = "grpo.is_floor=2.5: is above grpo.is_cap=2.0; use at most 2.0"
+    assert checked(home, "grpo.is_cap=2.0", "grpo.is_floor=2.5") == line
+    assert checked(home, "grpo.is_cap=2.0", "grpo.is_floor=2.0") == ""
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

@@ -22,6 +22,7 @@ def check_config(config: Config) -> list[str]:
         *_placement(config),
         *_geometry(config),
         *_importance(config.grpo),
+        *_rewards(config),
         *_circuit(config),
         *_shared_basis(config),
         *_payloads(config.boundary),
@@ -160,6 +161,18 @@ def _geometry(config: Config) -> Iterator[str]:
 def _importance(grpo: GrpoConfig) -> Iterator[str]:
     if grpo.is_cap is not None and grpo.is_floor > grpo.is_cap:
         yield f"grpo.is_floor={grpo.is_floor}: is above grpo.is_cap={grpo.is_cap}; use at most {grpo.is_cap}"
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    reward, limit = config.reward, config.rollout.max_response
+    if reward.overlong_buffer > limit:
+        yield (
+            f"reward.overlong_buffer={reward.overlong_buffer}: is longer than a response, "
+            f"rollout.max_response={limit}; use at most {limit}"
+        )
+    for kind in reward.weighted:
+        if kind in ("math", "gsm8k", "choice") and config.data.task == "chain_sum":
+            yield f"reward.kind={kind}: answers of data.task=chain_sum have no #### or box; use exact"
 
 
 def _nearest_multiples(value: int, unit: int) -> list[int]:

@@ -67,9 +67,49 @@ class DataConfig(Section):
         return value
 
 
+REWARDS = ("exact", "math", "gsm8k", "choice", "format")
+"""Rewards by name; ``python:package.module:function`` is the user's own."""
+
+
+def _check_reward(kind: str) -> str:
+    module, colon, name = kind.removeprefix("python:").partition(":")
+    if kind not in REWARDS and not (kind.startswith("python:") and module and colon and name):
+        raise ValueError(f"is not a reward; use {', '.join(REWARDS)} or python:package.module:function")
+    return kind
+
+
 class RewardConfig(Section):
-    kind: Literal["exact", "math"] = "exact"
-    """exact: the task's own rule; math: the answer is compared as a number or formula."""
+    kind: str = "exact"
+    """exact: the task's own rule; math: the answer is compared as a number or formula; gsm8k: as the number after the
+    last ####; choice: as a letter; format: thoughts in think tags; python:package.module:function: your own."""
+    weights: dict[str, float] = {}
+    """Several rewards in place of kind, each with its weight in their sum: {math: 1.0, format: 0.2}."""
+    flexible: bool = False
+    """gsm8k: without #### the last number of the response counts."""
+    time_limit: PositiveFloat = 5.0
+    """Seconds for one sample of math, of reasoning_gym's own rules and of python functions; after it the score is 0."""
+    overlong_buffer: Natural = 0
+    """Tokens before rollout.max_response in which the reward falls by up to overlong_weight (DAPO); 0: none."""
+    overlong_weight: NonNegativeFloat = 1.0
+    length_penalty: NonNegativeFloat = 0.0
+    """Taken off the reward of a response of rollout.max_response tokens, and in proportion off shorter ones."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return _check_reward(value)
+
+    @field_validator("weights")
+    @classmethod
+    def _all_known(cls, value: dict[str, float]) -> dict[str, float]:
+        for kind in value:
+            _check_reward(kind)
+        return value
+
+    @property
+    def weighted(self) -> dict[str, float]:
+        """The run's rewards and their weights."""
+        return self.weights or {self.kind: 1.0}
 
 
 class ParallelConfig(Section):
@@ -254,6 +294,12 @@ class GrpoConfig(Section):
     """Prompts of one step, over all data-parallel ranks."""
     minibatches: Positive = 2
     """Ticks in one step."""
+    dead_groups: Literal["keep", "drop", "resample"] = "keep"
+    """Groups whose rewards do not differ, by the rewards before any term of length. keep: they count in the loss's
+    denominators, its KL and its entropy; drop: in nothing; resample: other prompts take their place, up to
+    resample_rounds times, and what is dead even then is dropped."""
+    resample_rounds: Positive = 3
+    """Times that the dead groups of a step are sampled anew, at most."""
     objective: Literal["clip", "gspo", "cispo"] = "clip"
     """PPO's clipped surrogate token by token; under one ratio a sequence; or log-probs weighted by a bounded ratio."""
     clip_low: BelowOne = 0.2

@@ -71,7 +71,7 @@ def chain_sum_problem(numbers: Sequence[int]) -> Problem:
     for number in numbers:
         identity = identity * 100 + number
     prompt = "+".join(f"{number:02d}" for number in numbers) + ">"
-    return Problem(identity, prompt, f"{sum(numbers) % 100:02d}")
+    return Problem(identity, prompt, f"{sum(numbers) % 100:02d}", task="chain_sum")
 
 
 def build_task(data: DataConfig, seed: int) -> Task:

@@ -23,7 +23,7 @@ from megatron_grpo.config import Config, ConfigError, deepspeed_settings, write_
 from megatron_grpo.data.tasks import build_task
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
-from megatron_grpo.rollout.rewards import build_reward
+from megatron_grpo.rollout.rewards import build_rewards
 from megatron_grpo.training.checkpoint import Progress, load_checkpoint, read_progress, save_checkpoint
 from megatron_grpo.training.export import export_policy
 from megatron_grpo.training.files import CheckpointError, CheckpointFolder
@@ -133,7 +133,7 @@ class _Run:
         signal.signal(signal.SIGTERM, self._on_signal)
         tokenizer = load_tokenizer(Path(cfg.tokenizer.path or cfg.model.path))
         task = build_task(cfg.data, cfg.train.seed)
-        scorer = Scorer(build_reward(cfg.reward, cfg.data.task), tokenizer, self._groups)
+        scorer = Scorer(build_rewards(cfg.reward), tokenizer, self._groups)
         checkpoint = self._checkpoints.resolve(resume, note=self._say) if resume else None
         with policy_runtime(cfg, self._groups, deepspeed_settings(cfg), self._device) as policy:
             steps = StepRunner(cfg, policy, task, scorer)

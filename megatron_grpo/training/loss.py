@@ -18,9 +18,9 @@ from megatron_grpo.ops.rows import Rows, carrying_rows
 from megatron_grpo.rollout.batch import Batch
 
 SUMS = ("tokens", "clipped", "entropy", "kl", "compared", "gap", "loss")
-"""What a micro-batch reports, in this order: sums over response tokens (loss: its share of the step's loss).
+"""What a micro-batch reports, in this order: sums over the tokens that the loss counts (loss: its share of the step's).
 
-Compared are tokens of which trainer and sampler both worked out a log-prob; gap is the sum over these."""
+Compared are response tokens of which trainer and sampler both worked out a log-prob; gap is the sum over these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Replay:
         batch: this replica's sequences.
         old_logp_BR: log-probs at the step's first weights; ``None`` means the pass's own, so the ratio is 1.
         reference_logp_BR: log-probs of the reference policy, where a KL term wants them.
-        tokens, sequences: of the whole minibatch, over all replicas: the loss's denominators.
+        tokens, sequences: that the loss counts, of the whole minibatch, over all replicas: its denominators.
         old_is_sampled: ``old_logp_BR`` are the sampler's, so that they tell nothing of how far the trainer's are off.
     """
 
@@ -113,7 +113,7 @@ class PolicyLoss:
         """This micro-batch's share of the loss, and ``(sums [7] fp64, |trainer - sampler| a token)``, detached."""
         cfg, replay = self._cfg, micro.payload
         batch: Batch = replay.batch
-        mask_BR = batch.response_mask_BR
+        mask_BR = batch.loss_mask_BR
         logp_BR, entropy_BR = token_logprobs_and_entropy(
             response_logits(logits_BTV, batch),
             batch.responses_BR,
@@ -142,7 +142,7 @@ class PolicyLoss:
             sequences=replay.sequences,
             max_response=self._rollout.max_response,
         )
-        gap = (old_BR - batch.sampler_logp_BR).abs()[mask_BR]
+        gap = (old_BR - batch.sampler_logp_BR).abs()[batch.response_mask_BR]
         if replay.old_is_sampled:
             gap = gap[:0]
 

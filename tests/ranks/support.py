@@ -25,7 +25,7 @@ from megatron_grpo.conversion.files import hf_weights
 from megatron_grpo.data.tasks import build_task
 from megatron_grpo.parallel.groups import Layout, build_groups
 from megatron_grpo.rollout.batch import Batch
-from megatron_grpo.rollout.rewards import build_reward
+from megatron_grpo.rollout.rewards import build_rewards
 from megatron_grpo.training.loss import Replay
 from megatron_grpo.training.policy import Policy, policy_runtime
 from megatron_grpo.training.scoring import Scorer
@@ -135,7 +135,7 @@ def policy_of(cfg: Config) -> Iterator[Policy]:
 
 def runner_of(cfg: Config, policy: Policy) -> StepRunner:
     """Whole steps on the task of ``cfg``, with the shipped tokenizer."""
-    scorer = Scorer(build_reward(cfg.reward, cfg.data.task), load_tokenizer(TINY), policy.groups)
+    scorer = Scorer(build_rewards(cfg.reward), load_tokenizer(TINY), policy.groups)
     return StepRunner(cfg, policy, build_task(cfg.data, cfg.train.seed), scorer)
 
 

@@ -41,7 +41,7 @@ policy/entropy policy/kl policy/grad_norm boundary/q_error_fwd boundary/q_error_
 boundary/bytes_fast_fwd boundary/bytes_fast_bwd boundary/bytes_anchor boundary/bytes_basis
 boundary/bytes_old_logprob boundary/bytes_rollout boundary/bytes_dense_equivalent boundary/bytes_dense_total
 anchor/age anchor/fired anchor/cos_fast anchor/sign_agreement merger/weight merger/gate_cos
-alarm/score alarm/fired reward/parse_fail_frac
+alarm/score alarm/fired reward/parse_fail_frac reward/unscored_frac rollout/resampled_frac
 reward/zero_std_frac train/skipped train/lr
 """
 

@@ -22,6 +22,7 @@ from .sections import (
     Payload,
     RewardConfig,
     RolloutConfig,
+    SourceConfig,
     TokenizerConfig,
     TrainConfig,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "Payload",
     "RewardConfig",
     "RolloutConfig",
+    "SourceConfig",
     "TokenizerConfig",
     "TrainConfig",
     "check_config",

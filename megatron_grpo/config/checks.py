@@ -171,7 +171,7 @@ def _rewards(config: Config) -> Iterator[str]:
             f"rollout.max_response={limit}; use at most {limit}"
         )
     for kind in reward.weighted:
-        if kind in ("math", "gsm8k", "choice") and config.data.task == "chain_sum":
+        if kind in ("math", "gsm8k", "choice") and any(source.task == "chain_sum" for source in config.data.sources):
             yield f"reward.kind={kind}: answers of data.task=chain_sum have no #### or box; use exact"
 
 

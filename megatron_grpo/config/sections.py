@@ -4,7 +4,8 @@ Counts are integers, times are seconds, lengths are tokens. A step is one rollou
 step.
 """
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -43,21 +44,50 @@ class TokenizerConfig(Section):
     """Directory of the tokenizer; model.path when absent."""
 
 
-class DataConfig(Section):
-    task: Literal["chain_sum", "jsonl"] = "chain_sum"
-    val_size: Positive = 256
-    """Held-out problems scored at each validation."""
+TASKS = ("chain_sum", "jsonl", "parquet", "folder")
+"""Tasks by name; ``reasoning_gym:NAME`` is one of that package's."""
+TABLES = ("jsonl", "parquet", "folder")
+
+
+class SourceConfig(Section):
+    """Where problems come from."""
+
+    task: str = "chain_sum"
+    """chain_sum; rows of a jsonl or parquet file or of a dataset folder (saved by datasets, or Parquet files as on the
+    hub); reasoning_gym:NAME."""
     terms: Annotated[int, Field(ge=2)] = 3
     """Numbers in one chain_sum prompt."""
+    options: dict[str, Any] = {}
+    """Settings of a reasoning_gym task, under the names they have there."""
     path: str | None = None
-    """Training file of the jsonl task: one JSON object a line."""
+    """Training rows: a file, for folder a folder."""
     val_path: str | None = None
-    """Validation file of the jsonl task; without it the last val_size training lines are held out."""
+    """Validation rows; without it and val_split the last val_size training rows are held out."""
+    split: str = "train"
+    """Split of a folder that is trained on."""
+    val_split: str | None = None
+    """Split of a folder that is validated on; of val_path, or else of path."""
+    rows: str | None = None
+    """Slice of the training rows as start:stop, counted from 0 as Python does; null: all."""
+    val_rows: str | None = None
+    """Slice of the validation rows."""
     prompt_template: str = "{question}\n"
     question_key: str = "question"
     answer_key: str = "answer"
-    max_prompt: Positive = 64
-    """Longest prompt, in tokens."""
+
+    @field_validator("task")
+    @classmethod
+    def _known_task(cls, value: str) -> str:
+        if value not in TASKS and not (value.startswith("reasoning_gym:") and value.partition(":")[2]):
+            raise ValueError(f"is not a task; use {', '.join(TASKS)} or reasoning_gym:NAME")
+        return value
+
+    @field_validator("rows", "val_rows")
+    @classmethod
+    def _is_slice(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"(-?\d+)?:(-?\d+)?", value):
+            raise ValueError("is no slice; write start:stop, such as 0:1000")
+        return value
 
     @field_validator("prompt_template")
     @classmethod
@@ -65,6 +95,31 @@ class DataConfig(Section):
         if "{question}" not in value:
             raise ValueError("has no place for the question; put {question} into it")
         return value
+
+
+class MixedSource(SourceConfig):
+    weight: PositiveFloat = 1.0
+    """Share of the stream, relative to the others'."""
+
+
+class DataConfig(SourceConfig):
+    val_size: Positive = 256
+    """Held-out problems scored at each validation."""
+    max_prompt: Positive = 64
+    """Longest prompt, in tokens."""
+    too_long: Literal["error", "drop"] = "error"
+    """What is done about a longer one."""
+    chat: bool = False
+    """Prompts go through the tokenizer's chat template, as a user's message."""
+    system: str | None = None
+    """The system message before it."""
+    mix: Annotated[tuple[MixedSource, ...], Field(strict=False)] = ()
+    """Several tasks in place of one, mixed by weight; each has the keys of where problems come from."""
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """The run's tasks."""
+        return self.mix or (self,)
 
 
 REWARDS = ("exact", "math", "gsm8k", "choice", "format")

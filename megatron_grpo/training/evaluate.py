@@ -4,10 +4,10 @@ from pathlib import Path
 
 from megatron_grpo.backends.huggingface import load_tokenizer
 from megatron_grpo.config import Config, deepspeed_settings
-from megatron_grpo.data.tasks import build_task
 from megatron_grpo.rollout.rewards import build_rewards
 from megatron_grpo.training.loop import process_group
 from megatron_grpo.training.policy import policy_runtime
+from megatron_grpo.training.problems import build_problems
 from megatron_grpo.training.scoring import Scorer
 from megatron_grpo.training.step import StepRunner
 
@@ -21,4 +21,4 @@ def evaluate(cfg: Config) -> dict[str, float]:
         tokenizer = load_tokenizer(Path(cfg.tokenizer.path or cfg.model.path))
         scorer = Scorer(build_rewards(cfg.reward), tokenizer, groups)
         with policy_runtime(cfg, groups, deepspeed_settings(cfg), device) as policy:
-            return StepRunner(cfg, policy, build_task(cfg.data, cfg.train.seed), scorer).validate()
+            return StepRunner(cfg, policy, build_problems(cfg, tokenizer), scorer).validate()

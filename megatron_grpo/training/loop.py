@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megatron_grpo.anchor.alarm import Alarm
 from megatron_grpo.backends.huggingface import load_tokenizer
 from megatron_grpo.config import Config, ConfigError, deepspeed_settings, write_resolved
-from megatron_grpo.data.tasks import build_task
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
 from megatron_grpo.rollout.rewards import build_rewards
@@ -29,6 +28,7 @@ from megatron_grpo.training.export import export_policy
 from megatron_grpo.training.files import CheckpointError, CheckpointFolder
 from megatron_grpo.training.metrics import NullRecorder, Recorder, RunRecord
 from megatron_grpo.training.policy import Policy, policy_runtime
+from megatron_grpo.training.problems import build_problems
 from megatron_grpo.training.scoring import Scorer
 from megatron_grpo.training.step import Row, StepRunner
 from megatron_grpo.training.view import build_view
@@ -132,7 +132,7 @@ class _Run:
         cfg = self._cfg
         signal.signal(signal.SIGTERM, self._on_signal)
         tokenizer = load_tokenizer(Path(cfg.tokenizer.path or cfg.model.path))
-        task = build_task(cfg.data, cfg.train.seed)
+        task = build_problems(cfg, tokenizer)
         scorer = Scorer(build_rewards(cfg.reward), tokenizer, self._groups)
         checkpoint = self._checkpoints.resolve(resume, note=self._say) if resume else None
         with policy_runtime(cfg, self._groups, deepspeed_settings(cfg), self._device) as policy:

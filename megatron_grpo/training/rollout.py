@@ -18,6 +18,7 @@ from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.rollout.sampler import SamplingRule
 from megatron_grpo.training.measure import RolloutFigures, RolloutTimes
 from megatron_grpo.training.policy import Policy
+from megatron_grpo.training.problems import prompt_encoder
 from megatron_grpo.training.scoring import Scorer, Scores, length_term
 
 FRESH_PROBLEMS = 2**40
@@ -38,6 +39,7 @@ class Rollouts:
     def __init__(self, cfg: Config, policy: Policy, task: Task, scorer: Scorer) -> None:
         self._cfg, self._policy, self._task, self._scorer = cfg, policy, task, scorer
         self._tokenizer = scorer.tokenizer
+        self._encode = prompt_encoder(scorer.tokenizer, cfg.data)
 
     def deal(self, first: int, prompts: int) -> tuple[list[Problem], torch.Tensor]:
         """This replica's share of training problems ``first`` and on, one a sample, and the rows' global numbers."""
@@ -51,7 +53,7 @@ class Rollouts:
     ) -> tuple[Batch, Scores, float]:
         """A batch, its scores, and the seconds that scoring took. Collective: every rank."""
         policy = self._policy
-        prompts = encode_prompts(self._tokenizer, problems, self._cfg.data.max_prompt)
+        prompts = encode_prompts(self._encode, problems, self._cfg.data.max_prompt)
         with policy.engine.whole_parameters(), policy.boundaries.running(plan):
             batch = policy.sampler.sample(prompts, row_ids, rule)
         policy.lean.close()

@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -91,6 +92,7 @@ class LimitedFunction:
             stdout=subprocess.PIPE,
             env=environment,
         )
+        weakref.finalize(self, child.kill)
         ready = self._read(child, START_LIMIT_S)
         if ready != "ready":
             self.close()

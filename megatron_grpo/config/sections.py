@@ -430,6 +430,15 @@ class TrainConfig(Section):
     keep: Positive = 2
     """Checkpoints that stay on disk."""
     seed: Natural = 0
+    stop_gap: PositiveFloat | None = None
+    """Limits that end the run after the step, with a checkpoint and exit code 3; null: none. This one: the mean
+    |trainer - sampler| log-prob of a step, nats."""
+    stop_grad_norm: PositiveFloat | None = None
+    """Gradient norm of a tick, before clipping."""
+    stop_skipped: Positive | None = None
+    """Ticks in a row whose loss or gradient is not finite."""
+    stop_length_growth: Annotated[float, Field(gt=1.0)] | None = None
+    """Mean response length of a step over that of the first."""
 
 
 class LoggingConfig(Section):

@@ -43,7 +43,8 @@ STOPPED_BY_SIGNAL = 143
 """Exit code after SIGTERM: 128 + 15, with a checkpoint written."""
 
 STOPPED_BY_ALARM = 3
-"""Exit code when ``anchor.alarm: stop`` ended the run, with a checkpoint written; 1 is a failure, 2 a config error."""
+"""Exit code when ``anchor.alarm: stop`` or a limit of ``train`` ended the run, with a checkpoint written; 1 is a
+failure, 2 a config error."""
 
 
 def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
@@ -53,9 +54,9 @@ def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
         resume: ``auto``, a checkpoint, a run directory, or ``None`` to start anew.
 
     Returns:
-        The exit code: 0, 143 after SIGTERM, or 3 when the collapse alarm stopped the run (``anchor.alarm: stop``). An
-        exception on any rank ends its process at once with its traceback and code 1, so that the launcher ends the
-        others.
+        The exit code: 0, 143 after SIGTERM, or 3 when the collapse alarm (``anchor.alarm: stop``) or a limit
+        (``train.stop_gap`` and the like) stopped the run. An exception on any rank ends its process at once with its
+        traceback and code 1, so that the launcher ends the others.
     """
     try:
         with process_group(cfg) as (groups, device):
@@ -127,6 +128,7 @@ class _Run:
         self._checkpoints = CheckpointFolder(run_dir / "checkpoints", cfg.train.keep)
         self._signalled = False
         self._stop = self._alarmed = False
+        self._limit: str | None = None
 
     def go(self, resume: str | None) -> int:
         cfg = self._cfg
@@ -152,7 +154,8 @@ class _Run:
                 record.close({"status": "stopped", "validation_start": progress.validation_start})
                 return STOPPED_BY_SIGNAL
             if self._alarmed:
-                record.close({"status": "stopped_by_alarm", "validation_start": progress.validation_start})
+                status = "stopped_by_alarm" if self._limit is None else "stopped_by_limit"
+                record.close({"status": status, "validation_start": progress.validation_start})
                 return STOPPED_BY_ALARM
             target = self._run_dir / "policy"
             export_policy(
@@ -171,8 +174,8 @@ class _Run:
     def _steps(self, steps: StepRunner, policy: Policy, record: RunRecord, progress: Progress) -> Progress:
         """Run the steps that are left, saving as ``train.save_every`` says, at the end, and where the run is stopped.
 
-        SIGTERM stops it after the step under way; so does the collapse alarm, with ``anchor.alarm: stop``, unless that
-        step is the last.
+        SIGTERM stops it after the step under way; so do a limit and the collapse alarm, with ``anchor.alarm: stop``,
+        unless that step is the last.
         """
         train = self._cfg.train
         for step in range(progress.steps, train.steps):
@@ -182,7 +185,11 @@ class _Run:
             # launcher kills what has not ended 30 s after SIGTERM.
             self._stop = self._any_rank(self._signalled)
             notices, stands = self._watch(rows, steps.ticks.alarm)
-            self._alarmed = stands and self._cfg.anchor.alarm == "stop" and done < train.steps
+            states = [steps.brakes.update(row) for row in rows]
+            notices += [state.notice for state in states if state.notice]
+            self._limit = next((state.stop for state in states if state.stop), None)
+            alarmed = stands and self._cfg.anchor.alarm == "stop"
+            self._alarmed = (alarmed or self._limit is not None) and done < train.steps
             if not self._stop and (done % train.eval_every == 0 or done == train.steps or self._alarmed):
                 rows[-1] |= steps.validate()
             for row in rows:
@@ -196,7 +203,8 @@ class _Run:
                 record.log(f"SIGTERM: stopped after step {done}, checkpoint saved; go on with --resume auto")
                 break
             if self._alarmed:
-                record.log(f"stopped by the alarm after step {done}, checkpoint saved")
+                why = "by the alarm" if self._limit is None else f"because the {self._limit}"
+                record.log(f"stopped {why}, after step {done}, checkpoint saved; go on with --resume auto")
                 break
         return progress
 

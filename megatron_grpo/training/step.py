@@ -18,6 +18,7 @@ from megatron_grpo.ops.lowrank import seed_of
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.link import Kind
 from megatron_grpo.rollout.batch import Batch
+from megatron_grpo.training.brakes import Brakes
 from megatron_grpo.training.loss import ReadLogprobs, Replay, model_inputs
 from megatron_grpo.training.measure import Measure, mean_of
 from megatron_grpo.training.policy import Policy
@@ -46,14 +47,16 @@ class StepRunner:
         self._reference = policy.engine.weights() if cfg.grpo.kl_coef > 0 else None
         self._measure = Measure(policy, cfg.grpo, reward_names(cfg.reward, scorer))
         self.ticks = TickRunner(cfg, policy)
+        self.brakes = Brakes(cfg.train)
         self._gap: float | None = None  # mean |dense - codec| log-prob, as last measured; for rollout.path=auto
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the engine and the codecs."""
-        return {"ticks": self.ticks.state_dict(), "gap": self._gap}
+        return {"ticks": self.ticks.state_dict(), "brakes": self.brakes.state_dict(), "gap": self._gap}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ticks.load_state_dict(state["ticks"])
+        self.brakes.load_state_dict(state["brakes"])
         self._gap = state["gap"]
 
     def calibrate(self) -> None:

@@ -190,6 +190,7 @@ def test_what_is_left_out_follows_from_what_is_named(settings: dict[str, Any], p
         ("merger.alpha=1.5", ["merger.alpha=1.5", "at most 1"]),
         ("grpo.group_size=1", ["grpo.group_size=1", "at least 2"]),
         ("grpo.dual_clip=1.0", ["grpo.dual_clip=1.0", "above 1"]),
+        ("grpo.kl_estimator=k3+", ["grpo.kl_estimator=k3+", "use 'k1', 'k2' or 'k3'"]),
         ("rollout.temperature=0", ["rollout.temperature=0", "above 0"]),
         ("rollout.temperature=-0.1", ["rollout.temperature=-0.1", "above 0"]),
         ("rollout.top_p=0", ["rollout.top_p=0", "above 0"]),

@@ -9,7 +9,7 @@ from megatron_grpo.backends.megatron.schedule import ModelInput
 from megatron_grpo.config import GrpoConfig, RolloutConfig
 from megatron_grpo.ops.logprobs import OneShard
 from megatron_grpo.rollout.batch import Batch
-from megatron_grpo.training.loss import SUMS, PolicyLoss, Replay
+from megatron_grpo.training.loss import SUMS, PolicyLoss, ReadLogprobs, Replay
 
 B, P, R, V = 6, 2, 5, 11
 
@@ -75,6 +75,59 @@ def test_nothing_that_counts_is_no_loss_and_no_gradient() -> None:
     nothing = batch.with_advantages(batch.advantages_B, torch.zeros(B, dtype=torch.bool))
     loss, gradient, sums = loss_of(GrpoConfig(kl_coef=0.1), nothing, logits_BTV, old_BR, tokens=0, sequences=0)
     assert loss == 0.0 and not gradient.any() and sums["tokens"] == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_c7_c8_the_loss_by_the_slow_way(temperature: float) -> None:
+    """Log-probs of the response's own tokens at the sampler's temperature, from the columns before them; a mean over
+    exactly the tokens that were sampled."""
+    batch, logits_BTV, old_BR = sequences()
+    total, tokens = 0.0, 0
+    for row in range(B):
+        for place in range(int(batch.response_lengths_B[row])):
+            column = P - 1 + place
+            scores_V = logits_BTV[row, column].double() / temperature
+            logp = scores_V[batch.tokens_BS[row, column + 1]] - scores_V.exp().sum().log()
+            ratio = float((logp - old_BR[row, place]).exp())
+            advantage = float(batch.advantages_B[row])
+            total -= min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+            tokens += 1
+    replay = Replay(batch, old_BR, None, tokens=tokens, sequences=B)
+    micro = ModelInput(batch.input_tokens_BT(), batch.attention_masked_B1TT(), replay)
+    rollout = RolloutConfig(max_response=R, temperature=temperature)
+    loss, (sums, _) = PolicyLoss(GrpoConfig(dual_clip=None), rollout, OneShard(V))(logits_BTV, micro)
+    assert tokens == 20 == sums[SUMS.index("tokens")]
+    assert loss.item() == pytest.approx(total / tokens, rel=1e-5)
+    assert sums[SUMS.index("kl")] == 0.0  # case C14: no reference, no divergence
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_c7_the_divergence_from_itself_is_nothing_at_any_temperature(estimator: str) -> None:
+    batch, logits_BTV, _ = sequences()
+    rollout = RolloutConfig(max_response=R, temperature=0.7)
+    own_BR = ReadLogprobs(0.7, OneShard(V))(
+        logits_BTV, ModelInput(batch.input_tokens_BT(), batch.attention_masked_B1TT(), Replay(batch, None, None, 20, B))
+    )
+    replay = Replay(batch, own_BR, own_BR, tokens=20, sequences=B)
+    micro = ModelInput(batch.input_tokens_BT(), batch.attention_masked_B1TT(), replay)
+    cfg = GrpoConfig(kl_coef=1.0, kl_estimator=estimator)  # type: ignore[arg-type]
+    _, (sums, _) = PolicyLoss(cfg, rollout, OneShard(V))(logits_BTV, micro)
+    assert sums[SUMS.index("kl")].item() == pytest.approx(0.0, abs=1e-6)
+    assert sums[SUMS.index("clipped")] == 0.0
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_c4_what_is_logged_does_not_depend_on_the_micro_batch(size: int) -> None:
+    batch, logits_BTV, old_BR = sequences()
+    cfg = GrpoConfig(kl_coef=0.1, entropy_coef=0.01)
+    want = loss_of(cfg, batch, logits_BTV, old_BR, tokens=20, sequences=B)[2]
+    replay = Replay(batch, old_BR, old_BR + 0.1, tokens=20, sequences=B)
+    loss = PolicyLoss(cfg, RolloutConfig(max_response=R), OneShard(V))
+    total = torch.zeros(len(SUMS), dtype=torch.float64)
+    for start, part in zip(range(0, B, size), replay.split(size), strict=True):
+        micro = ModelInput(part.batch.input_tokens_BT(), part.batch.attention_masked_B1TT(), part)
+        total += loss(logits_BTV[start : start + size], micro)[1][0]
+    assert dict(zip(SUMS, total.tolist(), strict=True)) == pytest.approx(want, rel=1e-5)
 
 
 def test_objectives_differ_where_the_ratio_is_not_one() -> None:

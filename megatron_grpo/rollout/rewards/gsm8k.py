@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from megatron_grpo.rollout.rewards.extract import MARKER, after_marker
 from megatron_grpo.rollout.rewards.gold import NO_ANSWER, number_gold
-from megatron_grpo.rollout.rewards.number import parse_quantity, plain
+from megatron_grpo.rollout.rewards.number import Quantity, parse_quantity, plain
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict, without_stop_text
 
 _LAST_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+")
@@ -30,11 +31,17 @@ def flexible_gsm8k_reward(response: str, answer: str, finished: bool) -> Verdict
 def _compare(said: str | None, answer: str) -> Verdict:
     if answer.strip().lower() in NO_ANSWER:
         return UNREADABLE
-    try:
-        gold = parse_quantity(plain(number_gold(answer)))
-    except ValueError:
+    gold = _gold(answer)
+    if gold is None:
         return UNSCORABLE
     quantity = None if said is None else parse_quantity(plain(said))
-    if gold is None or quantity is None:
-        return UNREADABLE
-    return Verdict(float(gold.agrees_with(quantity)), True)
+    return UNREADABLE if quantity is None else Verdict(float(gold.agrees_with(quantity)), True)
+
+
+@lru_cache(maxsize=1024)
+def _gold(answer: str) -> Quantity | None:
+    """The gold number, of which a group of responses asks again and again."""
+    try:
+        return parse_quantity(plain(number_gold(answer)))
+    except ValueError:
+        return None

@@ -7,6 +7,7 @@ has passed an allow-list, and what may not reach it is compared as text.
 
 from __future__ import annotations
 
+import logging
 import re
 
 from megatron_grpo.rollout.rewards.extract import LONGEST_ANSWER, extract_answer
@@ -92,6 +93,7 @@ def formulas_equal(gold: str, said: str) -> bool:
     """Whether two small formulas are the same to math-verify; one that does not parse equals nothing. For a child."""
     from math_verify import LatexExtractionConfig, parse, verify  # sympy: seconds to import, rarely needed
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit: the child has one
     reader = [LatexExtractionConfig(boxed_match_priority=0)]
     gold_parts, said_parts = (
         parse(rf"\boxed{{{text}}}", reader, fallback_mode="no_fallback", parsing_timeout=None) for text in (gold, said)

@@ -37,6 +37,8 @@ def test_plan_shows_geometry(home: Path) -> None:
         "2 + 1 + 1 = 4",
         "128 = 16 prompts x 8 responses",
         "140 ticks",
+        "chain_sum",
+        "1 exact",
     ):
         assert part in output
 

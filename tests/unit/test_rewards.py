@@ -152,6 +152,8 @@ def test_a3_answers_after_the_word(response: str, gold: str) -> None:
         ("-1/2", r"-\frac{1}{2}", 1),
         ("1,000", "1000", 1),
         (r"5\text{cm}", "5", 1),
+        (r"5\text{ square cm}", r"5\text{ square cm}", 1),
+        ("5 square cm", r"5\text{ square cm}", 1),
         (r"5\text{ cm}", "5", 1),
         ("2.0", "2", 1),
         (r"1\frac{1}{2}", r"\frac{3}{2}", 1),

@@ -91,6 +91,7 @@ class LimitedFunction:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
+            start_new_session=True,  # a signal to the run's group is not for it: it ends with its stdin
         )
         weakref.finalize(self, child.kill)
         ready = self._read(child, START_LIMIT_S)
@@ -103,9 +104,11 @@ class LimitedFunction:
         """One line from the child; None when it ends, or says nothing in time."""
         assert child.stdout is not None
         deadline, data = time.monotonic() + seconds, b""
+        waiting = select.poll()  # select() knows no file beyond the 1024th
+        waiting.register(child.stdout, select.POLLIN)
         while not data.endswith(b"\n"):
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([child.stdout], [], [], left)[0]:
+            if left <= 0 or not waiting.poll(left * 1000):
                 return None
             chunk = os.read(child.stdout.fileno(), 1 << 16)
             if not chunk:

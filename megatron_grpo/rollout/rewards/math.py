@@ -43,9 +43,9 @@ class MathReward:
 
     def __call__(self, response: str, answer: str, finished: bool) -> Verdict:
         """The verdict on one response; any text is answered, none raises."""
-        gold = plain(extract_answer(answer, finished=True) or answer)
+        gold = extract_answer(answer, finished=True) or answer
         said = extract_answer(without_stop_text(response), finished=finished)
-        if gold.lower() in NO_ANSWER:
+        if plain(gold).lower() in NO_ANSWER:
             return UNREADABLE if said is None else Verdict(0.0, _is_readable(said))
         try:
             value_gold(gold)
@@ -53,7 +53,7 @@ class MathReward:
             return UNSCORABLE
         if said is None or not _is_readable(said):
             return UNREADABLE
-        return self._compare(gold, plain(said))
+        return self._compare(plain(gold), plain(said))
 
     def _compare(self, gold: str, said: str) -> Verdict:
         gold_quantity, said_quantity = parse_quantity(gold), parse_quantity(said)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import ConfigError
-from .sections import TABLES, DataConfig
+from .problems import TABLES, DataConfig
 
 
 def weight_errors(folder: Path) -> Iterator[str]:

@@ -14,8 +14,8 @@ from pydantic_core import ErrorDetails
 
 from .checks import check_config
 from .errors import ConfigError
+from .problems import MixedSource
 from .root import Config
-from .sections import MixedSource
 
 Raw = dict[str, Any]
 

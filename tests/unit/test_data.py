@@ -11,7 +11,7 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoTokenizer
 
 from megatron_grpo.config import ConfigError, DataConfig, RewardConfig
-from megatron_grpo.config.sections import MixedSource
+from megatron_grpo.config.problems import MixedSource
 from megatron_grpo.data import Problem, Reading, Task, encode_prompts
 from megatron_grpo.data import build_task as build
 from megatron_grpo.data.mixture import shares

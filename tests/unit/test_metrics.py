@@ -95,6 +95,11 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_the_means_of_several_rewards_are_under_the_names_of_the_config() -> None:
+    row = clean_row({"step": 1, "tick": 2, "rewards/math": 0.5, "rewards/python:a.b:c": math.nan, "reward/mean": 1})
+    assert row == {"step": 1, "tick": 2, "reward/mean": 1.0, "rewards/math": 0.5, "rewards/python:a.b:c": None}
+
+
 def test_metric_keys_are_the_contract() -> None:
     assert sorted(METRIC_KEYS) == sorted(CONTRACT.split())
     assert len(set(METRIC_KEYS)) == len(METRIC_KEYS)

@@ -25,7 +25,8 @@ def loaded_after(statement: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["cli", "launch", "plan", "report", "sweep.runner", "config", "config.checks", "backends.apex", "conversion.names"],
+    ["cli", "launch", "plan", "report", "sweep.runner", "config", "config.checks", "backends.apex", "conversion.names"]
+    + ["data", "rollout.rewards"],
 )
 def test_import_loads_no_engine(module: str) -> None:
     assert not loaded_after(f"import megatron_grpo.{module}") & set(ENGINES)

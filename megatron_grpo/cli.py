@@ -64,6 +64,7 @@ def train(
             from megatron_grpo.training.loop import train as train_on_this_rank
 
             raise typer.Exit(train_on_this_rank(cfg, target, resume))
+        _check_problems(cfg)
         from megatron_grpo.launch import start_local
 
         arguments = ["train", str(config), *(overrides or []), "--run-dir", str(target)]
@@ -78,6 +79,10 @@ def plan(config: ConfigPath, overrides: Overrides = None) -> None:
     with _config_errors():
         cfg = load_config(config, overrides)
         errors = check_config(cfg)
+        try:
+            _check_problems(cfg)
+        except ConfigError as error:
+            errors.append(str(error))
         from megatron_grpo.plan import plan_tables
 
         console = Console()
@@ -278,6 +283,15 @@ def _checked(config: Path, overrides: list[str] | None) -> Config:
     if errors:
         raise ConfigError("\n".join(errors))
     return cfg
+
+
+def _check_problems(cfg: Config) -> None:
+    """Every row of the data and every gold answer, and functions that score: before any rank starts."""
+    from megatron_grpo.data import Reading, build_task
+    from megatron_grpo.rollout.rewards import build_rewards, gold_reader
+
+    build_rewards(cfg.reward)
+    build_task(cfg.data, cfg.train.seed, Reading(gold_reader(cfg.reward)))
 
 
 def _check_run_dir(run_dir: Path, given: bool, resume: str | None) -> None:

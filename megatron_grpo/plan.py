@@ -97,6 +97,8 @@ def _batch(config: Config) -> dict[str, str]:
         "sequences": f"{sequences} = {grpo.prompts_per_step} prompts x {grpo.group_size} responses",
         "ticks": f"{grpo.minibatches} of {rows:g} sequences on each of {data} replica{'s'[: data != 1]}",
         "micro-batches": f"{rows / micro:g} of {micro} a tick; {config.in_flight} in flight at sampling",
+        "problems": ", ".join(source.task for source in config.data.sources),
+        "rewards": " + ".join(f"{weight:g} {name}" for name, weight in config.reward.weighted.items()),
         "lengths": f"prompt up to {config.data.max_prompt}, response up to {rollout.max_response} tokens",
         "run": f"{config.train.steps} steps = {config.ticks} ticks",
     }

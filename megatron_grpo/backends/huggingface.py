@@ -42,12 +42,18 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return [self.bos_id, *ids] if self._adds_bos and self.bos_id is not None else ids
 
-    def encode_chat(self, text: str) -> list[int]:
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
         """Ids of ``text`` as a user's message that waits for the answer; :meth:`encode` without a chat template."""
-        if not self._tokenizer.chat_template:
+        if not self.has_chat_template:
             return self.encode(text)
-        message = [{"role": "user", "content": text}]
-        whole: str = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        messages = [{"role": "user", "content": text}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        whole: str = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=False)
         return ids
 

@@ -12,7 +12,8 @@ import torch
 from megatron_grpo.bench.arms import Coded
 from megatron_grpo.bench.texts import Cross, Rowbook, SplitModel, unchanged
 from megatron_grpo.boundary.codec import Codec
-from megatron_grpo.ops.grpo import aggregate, group_advantages, policy_loss
+from megatron_grpo.ops.advantages import group_advantages
+from megatron_grpo.ops.grpo import aggregate, policy_loss
 from megatron_grpo.ops.logprobs import OneShard, token_logprobs
 from megatron_grpo.ops.rows import Rows
 from megatron_grpo.rollout.batch import Batch

@@ -4,13 +4,13 @@ from .checks import check_config
 from .engine import deepspeed_settings
 from .errors import ConfigError
 from .loading import load_config, write_resolved
+from .problems import DataConfig, RewardConfig, SourceConfig
 from .root import Config, layer_split
 from .sections import (
     DIRECTIONS,
     AnchorConfig,
     BoundaryConfig,
     Codec,
-    DataConfig,
     DeepSpeedConfig,
     Direction,
     GrpoConfig,
@@ -20,7 +20,6 @@ from .sections import (
     OptimConfig,
     ParallelConfig,
     Payload,
-    RewardConfig,
     RolloutConfig,
     TokenizerConfig,
     TrainConfig,
@@ -45,6 +44,7 @@ __all__ = [
     "Payload",
     "RewardConfig",
     "RolloutConfig",
+    "SourceConfig",
     "TokenizerConfig",
     "TrainConfig",
     "check_config",

@@ -11,7 +11,7 @@ from .engine import conflicts, read_settings
 from .errors import ConfigError
 from .files import data_errors, tokenizer_size, weight_errors
 from .root import Config
-from .sections import DIRECTIONS, BoundaryConfig
+from .sections import DIRECTIONS, BoundaryConfig, GrpoConfig
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -21,6 +21,8 @@ def check_config(config: Config) -> list[str]:
     errors = [
         *_placement(config),
         *_geometry(config),
+        *_importance(config.grpo),
+        *_rewards(config),
         *_circuit(config),
         *_shared_basis(config),
         *_payloads(config.boundary),
@@ -154,6 +156,23 @@ def _geometry(config: Config) -> Iterator[str]:
     stages = config.pipeline_ranks
     if config.in_flight < stages:
         yield f"rollout.in_flight={config.in_flight} leaves stages idle; use at least {stages}"
+
+
+def _importance(grpo: GrpoConfig) -> Iterator[str]:
+    if grpo.is_cap is not None and grpo.is_floor > grpo.is_cap:
+        yield f"grpo.is_floor={grpo.is_floor}: is above grpo.is_cap={grpo.is_cap}; use at most {grpo.is_cap}"
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    reward, limit = config.reward, config.rollout.max_response
+    if reward.overlong_buffer > limit:
+        yield (
+            f"reward.overlong_buffer={reward.overlong_buffer}: is longer than a response, "
+            f"rollout.max_response={limit}; use at most {limit}"
+        )
+    for kind in reward.weighted:
+        if kind in ("math", "gsm8k", "choice") and any(source.task == "chain_sum" for source in config.data.sources):
+            yield f"reward.kind={kind}: answers of data.task=chain_sum have no #### or box; use exact"
 
 
 def _nearest_multiples(value: int, unit: int) -> list[int]:

@@ -1,11 +1,11 @@
-"""Checks of the files a run reads: weights, tokenizer, jsonl rows."""
+"""Checks of the files a run reads: weights, tokenizer, and that there are rows."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import ConfigError
-from .sections import DataConfig
+from .problems import TABLES, DataConfig
 
 
 def weight_errors(folder: Path) -> Iterator[str]:
@@ -56,47 +56,10 @@ def _sentencepiece_size(file: Path) -> int:
 
 
 def data_errors(data: DataConfig) -> Iterator[str]:
-    """Missing, empty and malformed jsonl files; the first bad row of each."""
-    if data.task != "jsonl":
-        return
-    if data.path is None:
-        yield "data.path=null: data.task=jsonl reads a file; set data.path"
-        return
-    try:
-        rows = _count_rows(Path(data.path), "data.path", data)
-        if data.val_path is not None:
-            _count_rows(Path(data.val_path), "data.val_path", data)
-        elif rows <= data.val_size:
-            yield (
-                f"data.val_size={data.val_size}: leaves none of the {rows} rows of {data.path} to train on; "
-                f"use fewer than {rows} or give data.val_path"
-            )
-    except ConfigError as error:
-        yield str(error)
-
-
-def _count_rows(file: Path, key: str, data: DataConfig) -> int:
-    """Rows of a jsonl file, each with a question and an answer."""
-    wanted = (data.question_key, data.answer_key)
-    rows = 0
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    _check_row(line, f"{key}={file}: row {number}", wanted)
-                    rows += 1
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}={file}: cannot be read ({error}); give a UTF-8 file of JSON lines") from error
-    if rows == 0:
-        raise ConfigError(f"{key}={file}: is empty; give a file with one JSON object a line")
-    return rows
-
-
-def _check_row(line: str, row: str, wanted: tuple[str, str]) -> None:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{row} is not JSON ({error}); write one JSON object a line") from error
-    lacking = [name for name in wanted if not isinstance(record, dict) or name not in record]
-    if lacking:
-        raise ConfigError(f"{row} has no {lacking[0]!r}; add it, or set data.question_key and data.answer_key")
+    """Sources without the path they need. What stands in the rows is for the data package to check."""
+    for number, source in enumerate(data.sources):
+        key = f"data.mix.{number}" if data.mix else "data"
+        if source.task in TABLES and source.path is None:
+            yield f"{key}.path=null: {key}.task={source.task} reads a file; set {key}.path"
+    if data.system is not None and not data.chat:
+        yield "data.system: is a message of a chat template; set data.chat=true, or leave it out"

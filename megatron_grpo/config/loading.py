@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from .checks import check_config
 from .errors import ConfigError
+from .problems import MixedSource
 from .root import Config
 
 Raw = dict[str, Any]
@@ -140,22 +141,31 @@ def _resolve_paths(raw: Raw, folder: Path) -> list[str]:
     errors = []
     raw.setdefault("deepspeed", {})
     for section, name in PATH_KEYS:
-        values = raw.get(section)
-        if not isinstance(values, dict):
-            continue
         default = Config.model_fields["deepspeed"].default.config if section == "deepspeed" else None
-        value = values.get(name, default)
-        if not isinstance(value, str):
-            continue
-        found = _find(value, folder)
-        if found is None:
-            errors.append(
-                f"{section}.{name}={value}: not found in {folder}, the folders above it or {Path.cwd()}; "
-                "give a path relative to the config file, or an absolute one"
-            )
-        else:
-            values[name] = str(found)
+        for holder, values in _holders(raw, section):
+            value = values.get(name, default)
+            if not isinstance(value, str):
+                continue
+            found = _find(value, folder)
+            if found is None:
+                errors.append(
+                    f"{holder}.{name}={value}: not found in {folder}, the folders above it or {Path.cwd()}; "
+                    "give a path relative to the config file, or an absolute one"
+                )
+            else:
+                values[name] = str(found)
     return errors
+
+
+def _holders(raw: Raw, section: str) -> list[tuple[str, Raw]]:
+    """Mappings with a section's paths, by the key in front: the section itself, and the tasks mixed in data."""
+    values = raw.get(section)
+    if not isinstance(values, dict):
+        return []
+    mixed = values.get("mix") if section == "data" else None
+    entries = mixed if isinstance(mixed, list) else []
+    inner = [(f"data.mix.{number}", entry) for number, entry in enumerate(entries) if isinstance(entry, dict)]
+    return [(section, values), *inner]
 
 
 def _find(value: str, folder: Path) -> Path | None:
@@ -200,6 +210,8 @@ def _unknown(location: list[str]) -> str:
         near = difflib.get_close_matches(location[0], Config.model_fields, n=1)
         known = ", ".join(near or Config.model_fields)
         return f"unknown section; {'did you mean' if near else 'use one of'} {known}"
+    if len(location) > 2:
+        return f"unknown key; use one of {', '.join(MixedSource.model_fields)}"
     section, name = location
     keys = list(_section(section).model_fields)
     near = [f"{section}.{other}" for other in difflib.get_close_matches(name, keys, n=1)]

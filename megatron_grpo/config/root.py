@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import model_validator
 
+from .problems import DataConfig, RewardConfig
 from .sections import (
     AnchorConfig,
     BoundaryConfig,
-    DataConfig,
     DeepSpeedConfig,
     GrpoConfig,
     LoggingConfig,
@@ -17,7 +17,6 @@ from .sections import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
-    RewardConfig,
     RolloutConfig,
     Section,
     TokenizerConfig,

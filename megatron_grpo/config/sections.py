@@ -43,35 +43,6 @@ class TokenizerConfig(Section):
     """Directory of the tokenizer; model.path when absent."""
 
 
-class DataConfig(Section):
-    task: Literal["chain_sum", "jsonl"] = "chain_sum"
-    val_size: Positive = 256
-    """Held-out problems scored at each validation."""
-    terms: Annotated[int, Field(ge=2)] = 3
-    """Numbers in one chain_sum prompt."""
-    path: str | None = None
-    """Training file of the jsonl task: one JSON object a line."""
-    val_path: str | None = None
-    """Validation file of the jsonl task; without it the last val_size training lines are held out."""
-    prompt_template: str = "{question}\n"
-    question_key: str = "question"
-    answer_key: str = "answer"
-    max_prompt: Positive = 64
-    """Longest prompt, in tokens."""
-
-    @field_validator("prompt_template")
-    @classmethod
-    def _has_question(cls, value: str) -> str:
-        if "{question}" not in value:
-            raise ValueError("has no place for the question; put {question} into it")
-        return value
-
-
-class RewardConfig(Section):
-    kind: Literal["exact", "math"] = "exact"
-    """exact: the task's own rule; math: the answer is compared as a number or formula."""
-
-
 class ParallelConfig(Section):
     tensor: Positive = 1
     """Ranks that share one stage."""
@@ -254,20 +225,37 @@ class GrpoConfig(Section):
     """Prompts of one step, over all data-parallel ranks."""
     minibatches: Positive = 2
     """Ticks in one step."""
+    dead_groups: Literal["keep", "drop", "resample"] = "keep"
+    """Groups whose rewards do not differ, by the rewards before any term of length. keep: they count in the loss's
+    denominators, its KL and its entropy; drop: in nothing; resample: other prompts take their place, up to
+    resample_rounds times, and what is dead even then is dropped."""
+    resample_rounds: Positive = 3
+    """Times that the dead groups of a step are sampled anew, at most."""
+    objective: Literal["clip", "gspo", "cispo"] = "clip"
+    """PPO's clipped surrogate token by token; under one ratio a sequence; or log-probs weighted by a bounded ratio."""
     clip_low: BelowOne = 0.2
     clip_high: NonNegativeFloat = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; cispo has no lower bound."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
-    """Bound of the ratio where the advantage is negative; null turns it off."""
+    """Bound of the ratio where the advantage is negative; null turns it off. cispo has none."""
     log_ratio_clamp: PositiveFloat = 20.0
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the k3 divergence from the reference policy; 0 loads no reference."""
+    """Weight of the divergence from the reference policy; 0 loads no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k3 is unbiased and never negative; k2 has the divergence's gradient; k1 as a loss only adds noise."""
     entropy_coef: NonNegativeFloat = 0.0
+    baseline: Literal["group", "leave_one_out"] = "group"
+    """Advantages are differences from the mean of the group, or of the other samples in it; so is their deviation."""
     std: Literal["sample", "none"] = "sample"
-    """Advantages are divided by the group's sample deviation, or not."""
-    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """Advantages are divided by that sample deviation, or not."""
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = "token_mean"
+    """Loss over tokens; mean over sequences of their tokens' mean, of their sum, of their sum over max_response."""
     is_cap: PositiveFloat | None = None
     """Largest importance weight trainer/sampler; null: no weights."""
+    is_floor: NonNegativeFloat = 0.0
+    """Smallest importance weight."""
+    is_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    """Weights of tokens or whole sequences; those out of bounds are set to the bound, or drop their tokens."""
     eps: PositiveFloat = 1e-6
     """Added to the deviation."""
 
@@ -318,6 +306,15 @@ class TrainConfig(Section):
     keep: Positive = 2
     """Checkpoints that stay on disk."""
     seed: Natural = 0
+    stop_gap: PositiveFloat | None = None
+    """Limits that end the run after the step, with a checkpoint and exit code 3; null: none. This one: the mean
+    |trainer - sampler| log-prob of a step, nats."""
+    stop_grad_norm: PositiveFloat | None = None
+    """Gradient norm of a tick, before clipping."""
+    stop_skipped: Positive | None = None
+    """Ticks in a row whose loss or gradient is not finite."""
+    stop_length_growth: Annotated[float, Field(gt=1.0)] | None = None
+    """Mean response length of a step over that of the first."""
 
 
 class LoggingConfig(Section):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,11 +13,14 @@ class Problem:
 
     `id` names the problem: within one task, equal ids mean equal prompts, in every run and on every rank.
     A stream may hand out one problem twice, so samples are grouped by their place in the batch, not by `id`.
+    `task` is the name of the task it comes from, `entry` what that task's own rule needs beside the answer.
     """
 
     id: int
     prompt: str
     answer: str
+    task: str = field(default="", compare=False)
+    entry: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
 
 class Task(Protocol):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from megatron_grpo.config import ConfigError
-from megatron_grpo.data.jsonl import JsonlTask
+from megatron_grpo.data.mixture import Mixture, shares
 from megatron_grpo.data.problem import Problem, Task
+from megatron_grpo.data.reasoning import PREFIX, ReasoningTask
+from megatron_grpo.data.rows import Reading, RowTask
 
 if TYPE_CHECKING:
-    from megatron_grpo.config import DataConfig
+    from megatron_grpo.config import DataConfig, SourceConfig
 
 HELD_OUT_SHARE = 16
 """One problem in this many is held out of training."""
@@ -71,37 +73,43 @@ def chain_sum_problem(numbers: Sequence[int]) -> Problem:
     for number in numbers:
         identity = identity * 100 + number
     prompt = "+".join(f"{number:02d}" for number in numbers) + ">"
-    return Problem(identity, prompt, f"{sum(numbers) % 100:02d}")
+    return Problem(identity, prompt, f"{sum(numbers) % 100:02d}", task="chain_sum")
 
 
-def build_task(data: DataConfig, seed: int) -> Task:
-    """The task that `data.task` names.
+def build_task(data: DataConfig, seed: int, reading: Reading | None = None) -> Task:
+    """The task that `data` names, or the mixture of several.
 
-    `seed` orders the training stream and nothing else. Raises ConfigError when the data cannot be used.
+    `seed` orders the training stream and nothing else; `reading` is what the run asks of every problem. Raises
+    ConfigError when the data cannot be used.
     """
-    if data.task == "chain_sum":
-        return ChainSum(terms=data.terms, val_size=data.val_size, seed=seed)
-    if data.task == "jsonl":
-        return JsonlTask(data, seed)
-    raise ConfigError(f"data.task={data.task} is not a task; use chain_sum or jsonl")
+    reading = reading or Reading()
+    sizes = [data.val_size]
+    if data.mix:
+        if data.val_size < len(data.mix):
+            raise ConfigError(
+                f"data.val_size={data.val_size}: is less than one problem of each of the {len(data.mix)} tasks"
+            )
+        sizes = [1 + size for size in shares(data.val_size - len(data.mix), [source.weight for source in data.mix])]
+    tasks = [_source(source, seed, size, reading) for source, size in zip(data.sources, sizes, strict=True)]
+    return Mixture(tasks, [source.weight for source in data.mix], seed) if data.mix else tasks[0]
 
 
-class PromptTokenizer(Protocol):
-    """The one method of a Hugging Face tokenizer that prompts need."""
+def _source(source: SourceConfig, seed: int, val_size: int, reading: Reading) -> Task:
+    if source.task == "chain_sum":
+        return ChainSum(terms=source.terms, val_size=val_size, seed=seed)
+    if source.task.startswith(PREFIX):
+        return ReasoningTask(source, seed, val_size=val_size, reading=reading)
+    return RowTask(source, seed, val_size=val_size, reading=reading)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the tokenizer adds by itself."""
-        ...
 
-
-def encode_prompts(tokenizer: PromptTokenizer, problems: Sequence[Problem], max_prompt: int) -> list[list[int]]:
-    """Token ids of each prompt, in order, including a BOS when the tokenizer adds one.
+def encode_prompts(encode: Callable[[str], list[int]], problems: Sequence[Problem], max_prompt: int) -> list[list[int]]:
+    """Token ids of each prompt, in order, as `encode` makes them, special tokens included.
 
     Raises ConfigError, naming the problem, for a prompt of no tokens or of more than `max_prompt`.
     """
     encoded = []
     for problem in problems:
-        ids = list(tokenizer.encode(problem.prompt))
+        ids = encode(problem.prompt)
         if not ids:
             raise ConfigError(f"problem {problem.id} has an empty prompt; remove it or set data.prompt_template")
         if len(ids) > max_prompt:

@@ -20,6 +20,7 @@ class Batch:
         response_lengths_B: tokens sampled, the end token included.
         sampler_logp_BR: fp32 log-probs of the sampled ids in the sampler (temperature-scaled, untruncated).
         advantages_B: fp32.
+        counted_B: bool; sequences that are False enter neither the loss nor its denominators. ``None``: all count.
     """
 
     tokens_BS: torch.Tensor
@@ -28,6 +29,7 @@ class Batch:
     response_lengths_B: torch.Tensor
     sampler_logp_BR: torch.Tensor
     advantages_B: torch.Tensor
+    counted_B: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tokens_BS)
@@ -50,34 +52,65 @@ class Batch:
     def response_tokens(self) -> int:
         return int(self.response_lengths_B.sum())
 
+    @property
+    def loss_mask_BR(self) -> torch.Tensor:
+        """True on sampled tokens of sequences that the loss counts."""
+        mask_BR = self.response_mask_BR
+        return mask_BR if self.counted_B is None else mask_BR & self.counted_B[:, None]
+
+    @property
+    def loss_sequences(self) -> int:
+        """Sequences that the loss counts."""
+        return len(self) if self.counted_B is None else int(self.counted_B.sum())
+
     def rows(self, start: int, stop: int) -> "Batch":
         """Sequences ``start`` to ``stop``, with the columns that none of them fills cut off on the right."""
-        width = int(self.response_lengths_B[start:stop].max())
-        return replace(
-            self,
-            tokens_BS=self.tokens_BS[start:stop, : self.prompt_columns + width],
-            prompt_lengths_B=self.prompt_lengths_B[start:stop],
-            response_lengths_B=self.response_lengths_B[start:stop],
-            sampler_logp_BR=self.sampler_logp_BR[start:stop, :width],
-            advantages_B=self.advantages_B[start:stop],
-        )
+        return self._part(slice(start, stop), int(self.response_lengths_B[start:stop].max()))
 
     def split(self, size: int) -> list["Batch"]:
         """Micro-batches of ``size`` sequences, all of this batch's width."""
-        return [
-            replace(
-                self,
-                tokens_BS=self.tokens_BS[start : start + size],
-                prompt_lengths_B=self.prompt_lengths_B[start : start + size],
-                response_lengths_B=self.response_lengths_B[start : start + size],
-                sampler_logp_BR=self.sampler_logp_BR[start : start + size],
-                advantages_B=self.advantages_B[start : start + size],
-            )
-            for start in range(0, len(self), size)
-        ]
+        return [self._part(slice(start, start + size), self.response_columns) for start in range(0, len(self), size)]
 
-    def with_advantages(self, advantages_B: torch.Tensor) -> "Batch":
-        return replace(self, advantages_B=advantages_B)
+    def _part(self, rows: slice, width: int) -> "Batch":
+        return replace(
+            self,
+            tokens_BS=self.tokens_BS[rows, : self.prompt_columns + width],
+            prompt_lengths_B=self.prompt_lengths_B[rows],
+            response_lengths_B=self.response_lengths_B[rows],
+            sampler_logp_BR=self.sampler_logp_BR[rows, :width],
+            advantages_B=self.advantages_B[rows],
+            counted_B=None if self.counted_B is None else self.counted_B[rows],
+        )
+
+    def with_rows(self, rows_K: torch.Tensor, other: "Batch", pad_id: int) -> "Batch":
+        """The same batch with the K sequences of ``other`` at ``rows_K``; columns are padded to the wider of both."""
+        prompt = max(self.prompt_columns, other.prompt_columns)
+        response = max(self.response_columns, other.response_columns)
+        ours, theirs = (batch._padded(prompt, response, pad_id) for batch in (self, other))
+
+        def put(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+            return whole.index_copy(0, rows_K, part)
+
+        return replace(
+            ours,
+            tokens_BS=put(ours.tokens_BS, theirs.tokens_BS),
+            prompt_lengths_B=put(ours.prompt_lengths_B, theirs.prompt_lengths_B),
+            response_lengths_B=put(ours.response_lengths_B, theirs.response_lengths_B),
+            sampler_logp_BR=put(ours.sampler_logp_BR, theirs.sampler_logp_BR),
+            advantages_B=put(ours.advantages_B, theirs.advantages_B),
+        )
+
+    def _padded(self, prompt: int, response: int, pad_id: int) -> "Batch":
+        left, right = prompt - self.prompt_columns, response - self.response_columns
+        return replace(
+            self,
+            tokens_BS=torch.nn.functional.pad(self.tokens_BS, (left, right), value=pad_id),
+            prompt_columns=prompt,
+            sampler_logp_BR=torch.nn.functional.pad(self.sampler_logp_BR, (0, right)),
+        )
+
+    def with_advantages(self, advantages_B: torch.Tensor, counted_B: torch.Tensor | None = None) -> "Batch":
+        return replace(self, advantages_B=advantages_B, counted_B=counted_B)
 
     def input_tokens_BT(self) -> torch.Tensor:
         """What the model reads: every column but the last, which predicts nothing."""

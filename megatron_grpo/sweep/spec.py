@@ -180,9 +180,9 @@ def _seeded(cfg: Config, seed: int) -> Config:
 
 def _duplicates(arms: Sequence[Arm]) -> list[str]:
     """A line for each group of arms that would make the same runs."""
-    alike: dict[Config, list[str]] = {}
+    alike: dict[str, list[str]] = {}
     for arm in arms:
-        alike.setdefault(_seeded(arm.runs[0].cfg, 0), []).append(arm.name)
+        alike.setdefault(_seeded(arm.runs[0].cfg, 0).model_dump_json(), []).append(arm.name)
     return [
         f"arms {', '.join(names)}: resolve to the same config; keep one, or change an override"
         for names in alike.values()

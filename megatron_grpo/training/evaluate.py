@@ -4,10 +4,10 @@ from pathlib import Path
 
 from megatron_grpo.backends.huggingface import load_tokenizer
 from megatron_grpo.config import Config, deepspeed_settings
-from megatron_grpo.data.tasks import build_task
-from megatron_grpo.rollout.rewards import build_reward
+from megatron_grpo.rollout.rewards import build_rewards
 from megatron_grpo.training.loop import process_group
 from megatron_grpo.training.policy import policy_runtime
+from megatron_grpo.training.problems import build_problems
 from megatron_grpo.training.scoring import Scorer
 from megatron_grpo.training.step import StepRunner
 
@@ -19,6 +19,6 @@ def evaluate(cfg: Config) -> dict[str, float]:
     """
     with process_group(cfg) as (groups, device):
         tokenizer = load_tokenizer(Path(cfg.tokenizer.path or cfg.model.path))
-        scorer = Scorer(build_reward(cfg.reward, cfg.data.task), tokenizer, groups)
+        scorer = Scorer(build_rewards(cfg.reward), tokenizer, groups)
         with policy_runtime(cfg, groups, deepspeed_settings(cfg), device) as policy:
-            return StepRunner(cfg, policy, build_task(cfg.data, cfg.train.seed), scorer).validate()
+            return StepRunner(cfg, policy, build_problems(cfg, tokenizer), scorer).validate()

@@ -20,15 +20,15 @@ import torch.distributed as dist
 from megatron_grpo.anchor.alarm import Alarm
 from megatron_grpo.backends.huggingface import load_tokenizer
 from megatron_grpo.config import Config, ConfigError, deepspeed_settings, write_resolved
-from megatron_grpo.data.tasks import build_task
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
-from megatron_grpo.rollout.rewards import build_reward
+from megatron_grpo.rollout.rewards import build_rewards
 from megatron_grpo.training.checkpoint import load_checkpoint, load_universal, save_checkpoint
 from megatron_grpo.training.export import export_policy
 from megatron_grpo.training.files import CheckpointError, CheckpointFolder
 from megatron_grpo.training.metrics import NullRecorder, Recorder, RunRecord
 from megatron_grpo.training.policy import Policy, policy_runtime
+from megatron_grpo.training.problems import build_problems
 from megatron_grpo.training.resume import Progress, is_universal, read_progress
 from megatron_grpo.training.scoring import Scorer
 from megatron_grpo.training.step import Row, StepRunner
@@ -44,7 +44,8 @@ STOPPED_BY_SIGNAL = 143
 """Exit code after SIGTERM: 128 + 15, with a checkpoint written."""
 
 STOPPED_BY_ALARM = 3
-"""Exit code when ``anchor.alarm: stop`` ended the run, with a checkpoint written; 1 is a failure, 2 a config error."""
+"""Exit code when ``anchor.alarm: stop`` or a limit of ``train`` ended the run, with a checkpoint written; 1 is a
+failure, 2 a config error."""
 
 
 def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
@@ -54,9 +55,9 @@ def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
         resume: ``auto``, a checkpoint, a run directory, or ``None`` to start anew.
 
     Returns:
-        The exit code: 0, 143 after SIGTERM, or 3 when the collapse alarm stopped the run (``anchor.alarm: stop``). An
-        exception on any rank ends its process at once with its traceback and code 1, so that the launcher ends the
-        others.
+        The exit code: 0, 143 after SIGTERM, or 3 when the collapse alarm (``anchor.alarm: stop``) or a limit
+        (``train.stop_gap`` and the like) stopped the run. An exception on any rank ends its process at once with its
+        traceback and code 1, so that the launcher ends the others.
     """
     try:
         with process_group(cfg) as (groups, device):
@@ -128,13 +129,14 @@ class _Run:
         self._checkpoints = CheckpointFolder(run_dir / "checkpoints", cfg.train.keep)
         self._signalled = False
         self._stop = self._alarmed = False
+        self._limit: str | None = None
 
     def go(self, resume: str | None) -> int:
         cfg = self._cfg
         signal.signal(signal.SIGTERM, self._on_signal)
         tokenizer = load_tokenizer(Path(cfg.tokenizer.path or cfg.model.path))
-        task = build_task(cfg.data, cfg.train.seed)
-        scorer = Scorer(build_reward(cfg.reward, cfg.data.task), tokenizer, self._groups)
+        task = build_problems(cfg, tokenizer)
+        scorer = Scorer(build_rewards(cfg.reward), tokenizer, self._groups)
         checkpoint = self._checkpoints.resolve(resume, note=self._say) if resume else None
         with policy_runtime(cfg, self._groups, deepspeed_settings(cfg), self._device) as policy:
             steps = StepRunner(cfg, policy, task, scorer)
@@ -153,7 +155,8 @@ class _Run:
                 record.close({"status": "stopped", "validation_start": progress.validation_start})
                 return STOPPED_BY_SIGNAL
             if self._alarmed:
-                record.close({"status": "stopped_by_alarm", "validation_start": progress.validation_start})
+                status = "stopped_by_alarm" if self._limit is None else "stopped_by_limit"
+                record.close({"status": status, "validation_start": progress.validation_start})
                 return STOPPED_BY_ALARM
             target = self._run_dir / "policy"
             export_policy(
@@ -179,8 +182,8 @@ class _Run:
     def _steps(self, steps: StepRunner, policy: Policy, record: RunRecord, progress: Progress) -> Progress:
         """Run the steps that are left, saving as ``train.save_every`` says, at the end, and where the run is stopped.
 
-        SIGTERM stops it after the step under way; so does the collapse alarm, with ``anchor.alarm: stop``, unless that
-        step is the last.
+        SIGTERM stops it after the step under way; so do a limit and the collapse alarm, with ``anchor.alarm: stop``,
+        unless that step is the last.
         """
         train = self._cfg.train
         for step in range(progress.steps, train.steps):
@@ -190,7 +193,11 @@ class _Run:
             # launcher kills what has not ended 30 s after SIGTERM.
             self._stop = self._any_rank(self._signalled)
             notices, stands = self._watch(rows, steps.ticks.alarm)
-            self._alarmed = stands and self._cfg.anchor.alarm == "stop" and done < train.steps
+            states = [steps.brakes.update(row) for row in rows]
+            notices += [state.notice for state in states if state.notice]
+            self._limit = next((state.stop for state in states if state.stop), None)
+            alarmed = stands and self._cfg.anchor.alarm == "stop"
+            self._alarmed = (alarmed or self._limit is not None) and done < train.steps
             if not self._stop and (done % train.eval_every == 0 or done == train.steps or self._alarmed):
                 rows[-1] |= steps.validate()
             for row in rows:
@@ -204,7 +211,8 @@ class _Run:
                 record.log(f"SIGTERM: stopped after step {done}, checkpoint saved; go on with --resume auto")
                 break
             if self._alarmed:
-                record.log(f"stopped by the alarm after step {done}, checkpoint saved")
+                why = "by the alarm" if self._limit is None else f"because the {self._limit}"
+                record.log(f"stopped {why}, after step {done}, checkpoint saved; go on with --resume auto")
                 break
         return progress
 

@@ -3,22 +3,24 @@
 Legend: B micro-batch, T input columns, R response columns, P prompt columns, V vocabulary shard.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron_grpo.backends.megatron.schedule import ModelInput
 from megatron_grpo.config import GrpoConfig, RolloutConfig
-from megatron_grpo.ops.grpo import aggregate, importance_weight, k3_kl, policy_loss
+from megatron_grpo.ops.grpo import aggregate, cispo_loss, gspo_loss, importance_weight, kl_estimate, policy_loss
 from megatron_grpo.ops.logprobs import VocabReduce, token_logprobs, token_logprobs_and_entropy
 from megatron_grpo.ops.rows import Rows, carrying_rows
 from megatron_grpo.rollout.batch import Batch
 
 SUMS = ("tokens", "clipped", "entropy", "kl", "compared", "gap", "loss")
-"""What a micro-batch reports, in this order: sums over response tokens (loss: its share of the step's loss).
+"""What a micro-batch reports, in this order: sums over the tokens that the loss counts (loss: its share of the step's).
 
-Compared are tokens of which trainer and sampler both worked out a log-prob; gap is the sum over these."""
+Compared are response tokens of which trainer and sampler both worked out a log-prob; gap is the sum over these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Replay:
         batch: this replica's sequences.
         old_logp_BR: log-probs at the step's first weights; ``None`` means the pass's own, so the ratio is 1.
         reference_logp_BR: log-probs of the reference policy, where a KL term wants them.
-        tokens, sequences: of the whole minibatch, over all replicas: the loss's denominators.
+        tokens, sequences: that the loss counts, of the whole minibatch, over all replicas: its denominators.
         old_is_sampled: ``old_logp_BR`` are the sampler's, so that they tell nothing of how far the trainer's are off.
     """
 
@@ -77,6 +79,23 @@ def response_logits(logits_BTV: torch.Tensor, batch: Batch) -> torch.Tensor:
     return logits_BTV[:, batch.prompt_columns - 1 :]
 
 
+Objective = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""(logp_BR, old_logp_BR, advantage_B, mask_BR, weight_BR=) -> loss a token, and where a clip is in force."""
+
+
+def build_objective(cfg: GrpoConfig) -> Objective:
+    """The surrogate that ``grpo.objective`` names, with its settings."""
+    if cfg.objective == "cispo":
+        return partial(cispo_loss, clip_high=cfg.clip_high, log_ratio_clamp=cfg.log_ratio_clamp)
+    return partial(
+        gspo_loss if cfg.objective == "gspo" else policy_loss,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        dual_clip=cfg.dual_clip,
+        log_ratio_clamp=cfg.log_ratio_clamp,
+    )
+
+
 class PolicyLoss:
     """GRPO's loss for one configuration; last stage only.
 
@@ -88,12 +107,13 @@ class PolicyLoss:
 
     def __init__(self, cfg: GrpoConfig, rollout: RolloutConfig, reduce: VocabReduce) -> None:
         self._cfg, self._rollout, self._reduce = cfg, rollout, reduce
+        self._objective = build_objective(cfg)
 
     def __call__(self, logits_BTV: torch.Tensor, micro: ModelInput) -> tuple[torch.Tensor, Any]:
         """This micro-batch's share of the loss, and ``(sums [7] fp64, |trainer - sampler| a token)``, detached."""
         cfg, replay = self._cfg, micro.payload
         batch: Batch = replay.batch
-        mask_BR = batch.response_mask_BR
+        mask_BR = batch.loss_mask_BR
         logp_BR, entropy_BR = token_logprobs_and_entropy(
             response_logits(logits_BTV, batch),
             batch.responses_BR,
@@ -104,21 +124,13 @@ class PolicyLoss:
         old_BR = logp_BR.detach() if replay.old_logp_BR is None else replay.old_logp_BR
         weight_BR = None
         if cfg.is_cap is not None:
-            weight_BR = importance_weight(old_BR, batch.sampler_logp_BR, cfg.is_cap)
-        per_token_BR, clipped_BR = policy_loss(
-            logp_BR,
-            old_BR,
-            batch.advantages_B,
-            mask_BR,
-            clip_low=cfg.clip_low,
-            clip_high=cfg.clip_high,
-            dual_clip=cfg.dual_clip,
-            log_ratio_clamp=cfg.log_ratio_clamp,
-            weight_BR=weight_BR,
-        )
+            weight_BR = importance_weight(
+                old_BR, batch.sampler_logp_BR, mask_BR, how=cfg.is_correction, cap=cfg.is_cap, floor=cfg.is_floor
+            )
+        per_token_BR, clipped_BR = self._objective(logp_BR, old_BR, batch.advantages_B, mask_BR, weight_BR=weight_BR)
         kl_BR = None
         if replay.reference_logp_BR is not None:
-            kl_BR = k3_kl(logp_BR, replay.reference_logp_BR, mask_BR)
+            kl_BR = kl_estimate(logp_BR, replay.reference_logp_BR, mask_BR, estimator=cfg.kl_estimator)
             per_token_BR = per_token_BR + cfg.kl_coef * kl_BR
         if entropy_BR is not None:
             per_token_BR = per_token_BR - cfg.entropy_coef * entropy_BR
@@ -130,7 +142,7 @@ class PolicyLoss:
             sequences=replay.sequences,
             max_response=self._rollout.max_response,
         )
-        gap = (old_BR - batch.sampler_logp_BR).abs()[mask_BR]
+        gap = (old_BR - batch.sampler_logp_BR).abs()[batch.response_mask_BR]
         if replay.old_is_sampled:
             gap = gap[:0]
 

@@ -1,12 +1,13 @@
 """From what each rank knows to one metrics row, equal on every rank, in two reductions a tick."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron_grpo.config import GrpoConfig
-from megatron_grpo.ops.grpo import dead_groups
+from megatron_grpo.ops.advantages import dead_groups
 from megatron_grpo.parallel.collectives import broadcast_from, sum_over
 from megatron_grpo.parallel.groups import ParallelGroups
 from megatron_grpo.parallel.link import byte_metrics
@@ -16,44 +17,59 @@ from megatron_grpo.training.tick import TickReport
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutTimes:
+    """Seconds of sampling and scoring, of scoring alone, and the sequences that were drawn to take others' places."""
+
+    seconds: float
+    reward_seconds: float
+    fresh: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutFigures:
-    """What a replica knows of its step's samples; every rank of the replica holds the same.
+    """What a replica knows of its step's samples; every rank of the replica holds the same. NaN is no score.
 
     Attributes:
-        reward_BG: by prompt and sample.
-        seconds: of sampling and scoring; ``reward_seconds`` of scoring alone.
+        reward_BG: what the advantages are made of, by prompt and sample.
+        raw_BG: the same without what depends on the response's length.
+        part_KB: the rewards that it is the sum of.
     """
 
     reward_BG: torch.Tensor
+    raw_BG: torch.Tensor
+    part_KB: torch.Tensor
     parsed_B: torch.Tensor
     lengths_B: torch.Tensor
     truncated_B: torch.Tensor
-    seconds: float
-    reward_seconds: float
+    times: RolloutTimes
 
     def sums(self) -> torch.Tensor:
-        """fp64: sequences, reward, squared reward, parse failures, tokens, truncated, groups, dead groups."""
+        """fp64: sequences, scored ones, reward, squared reward, parse failures, tokens, truncated, drawn anew,
+        groups, dead groups; then the sum and the number of scores of each part."""
         reward = self.reward_BG.double()
-        dead = dead_groups(reward)
         values = [
             float(reward.numel()),
-            reward.sum(),
-            reward.square().sum(),
+            (~reward.isnan()).sum(),
+            reward.nansum(),
+            reward.square().nansum(),
             (~self.parsed_B).sum(),
             self.lengths_B.sum(),
             self.truncated_B.sum(),
+            float(self.times.fresh),
             float(len(reward)),
-            dead.sum(),
+            dead_groups(self.raw_BG).sum(),
         ]
+        for part_B in self.part_KB.double():
+            values += [part_B.nansum(), (~part_B.isnan()).sum()]
         return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=reward.device) for value in values])
 
 
 class Measure:
     """Makes rows. Every rank calls :meth:`row` for every tick: no reduction is left to the ranks that own a number."""
 
-    def __init__(self, policy: Policy, terms: GrpoConfig) -> None:
+    def __init__(self, policy: Policy, terms: GrpoConfig, rewards: Sequence[str]) -> None:
         self._policy = policy
-        self._terms = terms
+        self._terms, self._rewards = terms, tuple(rewards)
         self._gaps: list[torch.Tensor] = []
         self._gap_sums = torch.zeros(2, dtype=torch.float64)
         groups = policy.groups
@@ -66,7 +82,8 @@ class Measure:
         device = policy.device
         bytes_sent = sum_over(policy.ledger.take().to(device), None)
         sums = report.sums if self._owns_loss else torch.zeros_like(report.sums)
-        rollout = torch.zeros(8, dtype=torch.float64, device=device)
+        width = 10 + 2 * len(self._rewards)
+        rollout = torch.zeros(width, dtype=torch.float64, device=device)
         if figures is not None and self._leads_replica:
             rollout = figures.sums()
         errors = policy.boundaries.take_errors().to(device)
@@ -79,7 +96,7 @@ class Measure:
             row["policy/entropy"] = entropy / max(tokens, 1.0)
         if self._terms.kl_coef != 0.0:
             row["policy/kl"] = kl / max(tokens, 1.0)
-        row |= q_errors(table[len(SUMS) + 8 :].view_as(errors))
+        row |= q_errors(table[len(SUMS) + width :].view_as(errors))
         for key in ("time/train", "time/anchor", "time/merge"):
             row[key] = report.seconds.get(key, 0.0)
         self._gaps.append(report.gaps)
@@ -89,9 +106,10 @@ class Measure:
             row["rollout/logprob_gap_median"] = gap_median(torch.cat(self._gaps), policy.groups, device)
             self._gaps.clear()
             self._gap_sums.zero_()
-            row |= rollout_metrics(table[len(SUMS) : len(SUMS) + 8].tolist(), figures.seconds - figures.reward_seconds)
-            row["time/rollout"] = figures.seconds - figures.reward_seconds
-            row["time/reward"] = figures.reward_seconds
+            times = figures.times
+            sampling = times.seconds - times.reward_seconds
+            row |= rollout_metrics(table[len(SUMS) : len(SUMS) + width].tolist(), sampling, self._rewards)
+            row |= {"time/rollout": sampling, "time/reward": times.reward_seconds}
         return row
 
 
@@ -130,17 +148,23 @@ def q_errors(table: torch.Tensor) -> dict[str, float]:
     return metrics
 
 
-def rollout_metrics(sums: list[float], seconds: float) -> dict[str, float]:
-    """Rates from :meth:`RolloutFigures.sums` over replicas."""
-    sequences, reward, squares, failed, tokens, truncated, groups, dead = sums
-    mean = reward / sequences
-    variance = max(0.0, squares / sequences - mean * mean)
-    return {
+def rollout_metrics(sums: list[float], seconds: float, rewards: Sequence[str]) -> dict[str, float]:
+    """Rates from :meth:`RolloutFigures.sums` over replicas. Each of several ``rewards`` has its own mean."""
+    sequences, scored, reward, squares, failed, tokens, truncated, fresh, groups, dead, *parts = sums
+    mean = reward / max(scored, 1.0)
+    variance = max(0.0, squares / max(scored, 1.0) - mean * mean)
+    metrics = {
         "reward/mean": mean,
         "reward/std": variance**0.5,
         "reward/parse_fail_frac": failed / sequences,
+        "reward/unscored_frac": 1.0 - scored / sequences,
         "reward/zero_std_frac": dead / groups,
         "rollout/response_length": tokens / sequences,
         "rollout/truncated_frac": truncated / sequences,
+        "rollout/resampled_frac": fresh / sequences,
         "rollout/tokens_per_s": tokens / seconds,
     }
+    if len(rewards) > 1:
+        for name, total, count in zip(rewards, parts[::2], parts[1::2], strict=True):
+            metrics[f"rewards/{name}"] = total / max(count, 1.0)
+    return metrics

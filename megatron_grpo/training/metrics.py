@@ -30,6 +30,7 @@ METRIC_KEYS: tuple[str, ...] = (
     "reward/mean",
     "reward/std",
     "reward/parse_fail_frac",
+    "reward/unscored_frac",
     "reward/zero_std_frac",
     "val/score",
     "val/score_sampled",
@@ -37,6 +38,7 @@ METRIC_KEYS: tuple[str, ...] = (
     "val/score_sampled_codec",
     "rollout/response_length",
     "rollout/truncated_frac",
+    "rollout/resampled_frac",
     "rollout/logprob_gap",
     "rollout/logprob_gap_median",
     "rollout/tokens_per_s",
@@ -66,6 +68,8 @@ METRIC_KEYS: tuple[str, ...] = (
     "train/skipped",
     "train/lr",
 )
+REWARD_PREFIX = "rewards/"
+"""Of the keys that a config names: the mean of each of several rewards."""
 TRAINING_KINDS = ("fast", "old_logprob", "anchor", "basis")
 BYTE_KINDS = (*TRAINING_KINDS, "rollout")
 
@@ -187,13 +191,14 @@ class Recorder:
 def clean_row(row: Mapping[str, float]) -> Row:
     """A row as JSON can hold it: numbers or 0-d tensors to int or float, NaN and infinity to None.
 
-    Errors: KeyError for a key that is not in METRIC_KEYS, and without ``step`` or ``tick``.
+    Errors: KeyError for a key that is neither in METRIC_KEYS nor a reward's, and without ``step`` or ``tick``.
     """
-    unknown = sorted(row.keys() - _KNOWN)
+    named = sorted(key for key in row if key.startswith(REWARD_PREFIX))
+    unknown = sorted(row.keys() - _KNOWN - set(named))
     if unknown:
         raise KeyError(f"unknown metric keys {unknown}; add them to METRIC_KEYS")
     cleaned: Row = {"step": int(row["step"]), "tick": int(row["tick"])}
-    for key in METRIC_KEYS[2:]:
+    for key in (*METRIC_KEYS[2:], *named):
         if key in row:
             value = float(row[key])
             if not math.isfinite(value):

@@ -13,18 +13,17 @@ import torch
 from megatron_grpo.backends.megatron.schedule import forward_only
 from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import Config
-from megatron_grpo.data.problem import Problem, Task
-from megatron_grpo.data.tasks import encode_prompts
-from megatron_grpo.ops.grpo import group_advantages
+from megatron_grpo.data.problem import Task
 from megatron_grpo.ops.lowrank import seed_of
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.link import Kind
 from megatron_grpo.rollout.batch import Batch
-from megatron_grpo.rollout.sampler import SamplingRule
+from megatron_grpo.training.brakes import Brakes
 from megatron_grpo.training.loss import ReadLogprobs, Replay, model_inputs
-from megatron_grpo.training.measure import Measure, RolloutFigures, mean_of
+from megatron_grpo.training.measure import Measure, mean_of
 from megatron_grpo.training.policy import Policy
-from megatron_grpo.training.scoring import Scorer, Scores
+from megatron_grpo.training.rollout import Rollouts
+from megatron_grpo.training.scoring import Scorer, reward_names
 from megatron_grpo.training.tick import TickRunner
 
 Row = dict[str, float]
@@ -41,21 +40,23 @@ class StepRunner:
     """
 
     def __init__(self, cfg: Config, policy: Policy, task: Task, scorer: Scorer) -> None:
-        self._cfg, self._policy, self._task, self._scorer = cfg, policy, task, scorer
-        self._tokenizer = scorer.tokenizer
+        self._cfg, self._policy = cfg, policy
+        self._rollouts = Rollouts(cfg, policy, task, scorer)
         self._validation = task.validation()
         self._read = ReadLogprobs(cfg.rollout.temperature, policy.vocab)
         self._reference = policy.engine.weights() if cfg.grpo.kl_coef > 0 else None
-        self._measure = Measure(policy, cfg.grpo)
+        self._measure = Measure(policy, cfg.grpo, reward_names(cfg.reward, scorer))
         self.ticks = TickRunner(cfg, policy)
+        self.brakes = Brakes(cfg.train)
         self._gap: float | None = None  # mean |dense - codec| log-prob, as last measured; for rollout.path=auto
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the engine and the codecs."""
-        return {"ticks": self.ticks.state_dict(), "gap": self._gap}
+        return {"ticks": self.ticks.state_dict(), "brakes": self.brakes.state_dict(), "gap": self._gap}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ticks.load_state_dict(state["ticks"])
+        self.brakes.load_state_dict(state["brakes"])
         self._gap = state["gap"]
 
     def calibrate(self) -> None:
@@ -89,7 +90,7 @@ class StepRunner:
         policy.boundaries.commit()
         refreshes = self._owns_basis and refresh_due(step + 1, cfg.boundary.refresh_steps)
         by_codec = self._samples_by_codec(step)
-        batch, figures = self._rollout(step, by_codec=by_codec)
+        batch, figures = self._rollouts.step(step, by_codec=by_codec)
         replays_start = time.perf_counter()
         replays = self._replays(step, batch, by_codec=by_codec)
         if self._measures_gap and gap_due(step, cfg.boundary.refresh_steps):
@@ -157,73 +158,15 @@ class StepRunner:
         problems, groups = self._validation, self._policy.groups
         # A replica without a problem of its own repeats the first one, uncounted: under ZeRO 3 sampling is collective.
         mine = list(range(groups.at.data, len(problems), groups.layout.data))
-        rule = self._rule(temperature, seed=seed_of(self._cfg.train.seed, 0, "validation"))
+        rule = self._rollouts.rule(temperature, seed=seed_of(self._cfg.train.seed, 0, "validation"))
         rule = replace(rule, top_k=0, top_p=1.0)
         sampled = mine or [0]
-        _, scores, _ = self._sample(
+        _, scores, _ = self._rollouts.draw(
             [problems[index] for index in sampled], torch.tensor(sampled), rule, Pass("validation", dense=dense)
         )
-        total = scores.reward_B.double().sum() if mine else torch.zeros_like(scores.reward_B.double().sum())
+        reward_B = scores.reward_B.double().nan_to_num(0.0)
+        total = reward_B.sum() if mine else torch.zeros_like(reward_B.sum())
         return sum_over(total, groups.data).item() / len(problems)
-
-    def _deal(self, first: int, prompts: int) -> tuple[list[Problem], torch.Tensor]:
-        """This replica's share of training problems ``first`` and on, one a sample, and the rows' global numbers."""
-        size, at, layout = self._cfg.grpo.group_size, self._policy.groups.at, self._policy.groups.layout
-        mine = range(at.data * prompts // layout.data, (at.data + 1) * prompts // layout.data)
-        problems = [self._task.train_problem(first + index) for index in mine for _ in range(size)]
-        return problems, torch.arange(mine.start * size, mine.stop * size)
-
-    def _rollout(self, step: int, *, by_codec: bool) -> tuple[Batch, RolloutFigures]:
-        cfg = self._cfg
-        prompts, size = cfg.grpo.prompts_per_step, cfg.grpo.group_size
-        problems, row_ids = self._deal(step * prompts, prompts)
-        rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, step, "rollout"))
-        plan = Pass("rollout", dense=not by_codec)
-        start = time.perf_counter()
-        batch, scores, seconds = self._sample(problems, row_ids, rule, plan)
-        reward_BG = scores.reward_B.view(-1, size)
-        advantages_BG = group_advantages(reward_BG, eps=cfg.grpo.eps, std=cfg.grpo.std)
-        figures = RolloutFigures(
-            reward_BG=reward_BG,
-            parsed_B=scores.parsed_B,
-            lengths_B=batch.response_lengths_B,
-            truncated_B=self._truncated(batch),
-            seconds=time.perf_counter() - start,
-            reward_seconds=seconds,
-        )
-        return batch.with_advantages(advantages_BG.reshape(-1)), figures
-
-    def _sample(
-        self, problems: list[Problem], row_ids: torch.Tensor, rule: SamplingRule, plan: Pass
-    ) -> tuple[Batch, Scores, float]:
-        """A batch, its scores, and the seconds that scoring took. Collective: every rank."""
-        policy = self._policy
-        prompts = encode_prompts(self._tokenizer, problems, self._cfg.data.max_prompt)
-        with policy.engine.whole_parameters(), policy.boundaries.running(plan):
-            batch = policy.sampler.sample(prompts, row_ids, rule)
-        policy.lean.close()
-        start = time.perf_counter()
-        scores = self._scorer(batch, problems)
-        return batch, scores, time.perf_counter() - start
-
-    def _rule(self, temperature: float | None, seed: int) -> SamplingRule:
-        rollout = self._cfg.rollout
-        return SamplingRule(
-            temperature=temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            max_response=rollout.max_response,
-            valid=self._policy.shape.vocab,
-            end_ids=self._tokenizer.eos_ids,
-            pad_id=self._tokenizer.pad_id,
-            seed=seed,
-        )
-
-    def _truncated(self, batch: Batch) -> torch.Tensor:
-        """True where the response ran into its limit without an end token."""
-        last = batch.responses_BR.gather(1, (batch.response_lengths_B - 1)[:, None]).squeeze(1)
-        ends = torch.tensor(sorted(self._tokenizer.eos_ids), device=last.device)
-        return ~torch.isin(last, ends)
 
     def _calibration_batch(self) -> Batch:
         """Sampled uncompressed before both ends' eyes, scored, of whole micro-batches on every replica."""
@@ -231,19 +174,18 @@ class StepRunner:
         size = cfg.grpo.group_size
         unit = lcm(size, cfg.train.micro_batch) // size * groups.layout.data  # prompts
         prompts = -(-cfg.boundary.calibration // (size * unit)) * unit
-        problems, row_ids = self._deal(0, prompts)
-        rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, 0, "calibration"))
-        batch, scores, _ = self._sample(problems, row_ids, rule, Pass("basis", dense=True, observe="both"))
-        advantages_BG = group_advantages(scores.reward_B.view(-1, size), eps=cfg.grpo.eps, std=cfg.grpo.std)
-        return batch.with_advantages(advantages_BG.reshape(-1))
+        problems, row_ids = self._rollouts.deal(0, prompts)
+        rule = self._rollouts.rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, 0, "calibration"))
+        batch, scores, _ = self._rollouts.draw(problems, row_ids, rule, Pass("basis", dense=True, observe="both"))
+        return batch.with_advantages(self._rollouts.advantages(scores.reward_B))
 
     def _unseen_batch(self) -> Batch:
         """As many sequences as a gap is measured on, sampled uncompressed, of the second step's prompts."""
         cfg = self._cfg
         prompts = self._gap_sequences // cfg.grpo.group_size * self._policy.groups.layout.data
-        problems, row_ids = self._deal(cfg.grpo.prompts_per_step, prompts)
-        rule = self._rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, 0, "gap"))
-        return self._sample(problems, row_ids, rule, Pass("basis", dense=True))[0]
+        problems, row_ids = self._rollouts.deal(cfg.grpo.prompts_per_step, prompts)
+        rule = self._rollouts.rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, 0, "gap"))
+        return self._rollouts.draw(problems, row_ids, rule, Pass("basis", dense=True))[0]
 
     @property
     def _gap_sequences(self) -> int:
@@ -273,11 +215,11 @@ class StepRunner:
         cfg, groups = self._cfg, self._policy.groups
         size = cfg.rows_per_minibatch
         minibatches = [batch.rows(start, start + size) for start in range(0, len(batch), size)]
-        tokens = torch.tensor([minibatch.response_tokens for minibatch in minibatches], device=self._policy.device)
-        sum_over(tokens, groups.data)
+        counts = [[int(part.loss_mask_BR.sum()), part.loss_sequences] for part in minibatches]
+        totals = sum_over(torch.tensor(counts, device=self._policy.device), groups.data).tolist()
         replays = []
-        for number, (minibatch, count) in enumerate(zip(minibatches, tokens.tolist(), strict=True)):
-            replay = Replay(minibatch, None, None, tokens=count, sequences=size * groups.layout.data)
+        for number, (minibatch, (tokens, sequences)) in enumerate(zip(minibatches, totals, strict=True)):
+            replay = Replay(minibatch, None, None, tokens=tokens, sequences=sequences)
             # The first tick runs at the weights that old log-probs are of: its own forward is the old one. Not so
             # where a basis may change inside the step.
             uncompressed = self._uncompressed(step * cfg.grpo.minibatches + number)

@@ -23,10 +23,13 @@ def loaded_after(statement: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["cli", "launch", "plan", "report", "sweep.runner", "config", "config.checks", "backends.apex", "conversion.names"],
+LIGHT = (
+    *("cli", "launch", "plan", "report", "sweep.runner", "config", "config.checks", "backends.apex"),
+    *("conversion.names", "data", "rollout.rewards"),
 )
+
+
+@pytest.mark.parametrize("module", LIGHT)
 def test_import_loads_no_engine(module: str) -> None:
     assert not loaded_after(f"import megatron_grpo.{module}") & set(ENGINES)
 

@@ -29,3 +29,17 @@ def test_stop_ends_the_run_after_the_step_with_a_checkpoint(tmp_path: Path) -> N
     assert [row["tick"] for row in rows_of(run)] == [0, 1, 2, 3]
     assert "val/score" in rows_of(run)[-1]
     assert (run / "checkpoints/tick000004").is_dir()
+
+
+def test_a_limit_ends_the_run_with_a_sentence_and_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    limits = ["train.steps=3", "train.stop_grad_norm=1e-6"]
+    result = megatron_grpo("train", SMOKE, *limits, "--run-dir", str(run))
+    assert result.returncode == 3, result.stderr
+    assert json.loads((run / "summary.json").read_text())["status"] == "stopped_by_limit"
+    said = (run / "log.txt").read_text()
+    assert "at tick 0 is above train.stop_grad_norm=1e-06, after step 1, checkpoint saved; go on with --resume" in said
+    assert [row["tick"] for row in rows_of(run)] == [0, 1]
+    result = megatron_grpo("train", SMOKE, "train.steps=3", "--run-dir", str(run), "--resume", "auto")
+    assert result.returncode == 0, result.stderr
+    assert [row["tick"] for row in rows_of(run)] == [0, 1, 2, 3, 4, 5]

@@ -21,12 +21,12 @@ from transformers import (
 
 from megatron_grpo.backends.huggingface import load_tokenizer
 from megatron_grpo.config import Config, deepspeed_settings
-from megatron_grpo.data.tasks import build_task
 from megatron_grpo.parallel.groups import Layout, build_groups
 from megatron_grpo.rollout.batch import Batch
-from megatron_grpo.rollout.rewards import build_reward
+from megatron_grpo.rollout.rewards import build_rewards
 from megatron_grpo.training.loss import Replay
 from megatron_grpo.training.policy import Policy, policy_runtime
+from megatron_grpo.training.problems import build_problems
 from megatron_grpo.training.scoring import Scorer
 from megatron_grpo.training.step import Row, StepRunner
 from tests.models import hf_weights
@@ -135,8 +135,9 @@ def policy_of(cfg: Config) -> Iterator[Policy]:
 
 def runner_of(cfg: Config, policy: Policy) -> StepRunner:
     """Whole steps on the task of ``cfg``, with the shipped tokenizer."""
-    scorer = Scorer(build_reward(cfg.reward, cfg.data.task), load_tokenizer(TINY), policy.groups)
-    return StepRunner(cfg, policy, build_task(cfg.data, cfg.train.seed), scorer)
+    tokenizer = load_tokenizer(TINY)
+    scorer = Scorer(build_rewards(cfg.reward), tokenizer, policy.groups)
+    return StepRunner(cfg, policy, build_problems(cfg, tokenizer), scorer)
 
 
 def timeless(rows: list[Row]) -> list[Row]:

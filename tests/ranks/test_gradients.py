@@ -101,6 +101,30 @@ def test_micro_batch_size_does_not_matter(llama: Path, reference: tuple[float, T
     assert largest_difference(results[0][1], reference[1]) < 1e-5
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gspo": {"objective": "gspo", "aggregation": "sequence_mean", "clip_low": 0.05, "clip_high": 0.05},
+    "cispo": {"objective": "cispo", "clip_high": 0.5},
+    "sequence_sum": {"aggregation": "sequence_sum"},
+    "sequence_is": {"is_cap": 3.0, "is_floor": 0.3, "is_correction": "sequence_truncate"},
+}
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_every_formula_is_the_same_however_it_is_split(
+    llama: Path, reference: tuple[float, Tensors], variant: str
+) -> None:
+    """What holds a whole sequence together (GSPO's ratio) is never cut by a micro-batch or a replica."""
+    grpo = VARIANTS[variant] | {"group_size": 4, "prompts_per_step": 2, "minibatches": 1}
+    whole = one_process(llama, grpo=grpo, train={"micro_batch": 8})
+    results = run_ranks(
+        fast_gradients, 4, str(llama), Layout(pipeline=2, data=2), {"grpo": grpo, "train": {"micro_batch": 1}}, True
+    )
+    assert sum(loss for loss, _ in results) == pytest.approx(whole[0], rel=1e-5)
+    assert largest_difference(results[0][1], whole[1]) < 1e-5
+    if variant != "sequence_is":  # against old log-probs that are the sampler's every weight is 1
+        assert largest_difference(whole[1], reference[1]) > 1e-2
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_tied_families_split_equal(tmp_path: Path, family: str) -> None:
     """QKV bias, query/key norms, and a tied embedding whose two copies get one gradient."""

@@ -7,8 +7,14 @@ import pytest
 import torch
 
 from megatron_grpo.anchor.merger import Shards
+from megatron_grpo.backends.huggingface import load_tokenizer
 from megatron_grpo.boundary.crossing import Pass
+from megatron_grpo.data.tasks import build_task
 from megatron_grpo.parallel.groups import Layout
+from megatron_grpo.rollout.batch import Batch
+from megatron_grpo.rollout.rewards import NamedReward, Question, Verdict
+from megatron_grpo.training.scoring import Scorer
+from megatron_grpo.training.step import StepRunner
 from megatron_grpo.training.tick import TickRunner
 from tests.harness import run_ranks
 from tests.ranks.support import TINY, config, minibatch, policy_of, replay_of, runner_of, timeless, write_model
@@ -41,6 +47,87 @@ def test_every_rank_holds_the_same_row(layout: Layout) -> None:
     assert len(results[0][0]) == 4
     assert all(result == results[0] for result in results)
     assert {"policy/kl", "policy/entropy", "reward/mean", "boundary/q_error_bwd"} <= results[0][0][-1].keys()
+
+
+def groups(rank: int, world: int, dead_groups: str) -> tuple[list[dict[str, float]], list[list[int]], list[bool]]:
+    """Two steps' rows, and the last step's prompts and what of it counts, on two replicas of two stages."""
+    sections: dict[str, dict[str, Any]] = {
+        "grpo": {"dead_groups": dead_groups, "resample_rounds": 2, "prompts_per_step": 8, "kl_coef": 0.01},
+        "rollout": {"max_response": 12},
+        "data": {"val_size": 2},
+    }
+    cfg = config(TINY, Layout(pipeline=2, data=2), 3, **sections)
+    with policy_of(cfg) as policy:
+        runner = runner_of(cfg, policy)
+        seen: list[Batch] = []
+        drawn = runner._rollouts.step
+
+        def noted(step: int, *, by_codec: bool) -> Any:
+            result = drawn(step, by_codec=by_codec)
+            seen.append(result[0])
+            return result
+
+        runner._rollouts.step = noted  # type: ignore[method-assign]
+        rows = [row for step in range(2) for row in runner.run(step)]
+        batch = seen[-1]
+        assert batch.counted_B is not None
+        return timeless(rows), batch.tokens_BS[:, : batch.prompt_columns].tolist(), batch.counted_B.tolist()
+
+
+def test_dead_groups_are_kept_dropped_or_sampled_anew_on_every_rank_alike() -> None:
+    """No way changes how often a rank meets the others, ZeRO 3's gathering included: the replicas differ in how many
+    dead groups they have."""
+    results = {way: run_ranks(groups, 4, way, timeout_s=120.0) for way in ("keep", "drop", "resample")}
+    for ranks in results.values():
+        assert all(rows == ranks[0][0] for rows, _, _ in ranks)
+    kept, dropped, anew = (results[way][0][0] for way in ("keep", "drop", "resample"))
+    dead = sum(row["reward/zero_std_frac"] for row in kept)
+    assert dead > 0 and dropped[0]["reward/zero_std_frac"] == kept[0]["reward/zero_std_frac"]
+    assert [row["rollout/resampled_frac"] for row in kept + dropped] == [0.0] * 4
+    assert sum(row["rollout/resampled_frac"] for row in anew) > 0
+    assert anew[0]["reward/zero_std_frac"] < kept[0]["reward/zero_std_frac"]
+    by_replica = [results["resample"][rank] for rank in (0, 1)]
+    for _, prompts, counted in by_replica:
+        for start in range(0, 16, 4):
+            assert prompts[start : start + 4] == [prompts[start]] * 4  # still whole groups of one prompt
+            assert len(set(counted[start : start + 4])) == 1
+    assert any(not all(counted) for _, _, counted in results["drop"])
+    assert all(all(counted) for _, _, counted in results["keep"])
+
+
+def unscorable(rank: int, world: int) -> tuple[list[dict[str, float]], list[bool]]:
+    """A step of two rewards, one of which cannot score every other sample and the other nothing but those."""
+    cfg = config(TINY, Layout(pipeline=2), 1, reward={"length_penalty": 0.5}, data={"val_size": 2})
+    count = iter(range(1_000_000))
+
+    def half(response: str, question: Question, finished: bool) -> Verdict:
+        return Verdict(None if (number := next(count)) % 2 else float(number % 4 == 0), number % 2 == 0)
+
+    def never(response: str, question: Question, finished: bool) -> Verdict:
+        return Verdict(None, True)
+
+    with policy_of(cfg) as policy:
+        rewards = (NamedReward("half", 2.0, half), NamedReward("never", 1.0, never))
+        scorer = Scorer(rewards, load_tokenizer(TINY), policy.groups)
+        runner = StepRunner(cfg, policy, build_task(cfg.data, 0), scorer)
+        batch, _ = runner._rollouts.step(0, by_codec=False)
+        assert batch.counted_B is not None
+        assert bool((batch.advantages_B[~batch.counted_B] == 0).all())
+        return timeless(runner.run(1)), batch.counted_B.tolist()
+
+
+def test_samples_that_nobody_can_score_are_left_out() -> None:
+    results = run_ranks(unscorable, 2)
+    for rows, counted in results:
+        assert rows == results[0][0]
+        assert counted == [True, False] * 4
+        (row,) = rows
+        assert row["reward/unscored_frac"] == 0.5 and row["reward/parse_fail_frac"] == 0.5
+        assert row["rewards/half"] == 0.5 and row["rewards/never"] == 0.0
+        # weight 2 on a mean of one half, and half a point off a response of full length
+        length = row["rewards/length"]
+        assert -0.5 <= length < 0.0
+        assert row["reward/mean"] == pytest.approx(1.0 + length, abs=0.1)
 
 
 def test_fewer_validation_problems_than_replicas_is_no_hang() -> None:

@@ -89,6 +89,36 @@ def test_advantages_are_replaced_in_a_copy() -> None:
     assert first.advantages_B.tolist() == [1.0, -1.0, 0.5]
 
 
+def test_sequences_that_do_not_count_are_out_of_the_loss_and_stay_in_the_batch() -> None:
+    whole = batch()
+    assert torch.equal(whole.loss_mask_BR, whole.response_mask_BR) and whole.loss_sequences == 3
+    some = whole.with_advantages(torch.zeros(3), bools("101")[0])
+    assert torch.equal(some.response_mask_BR, bools("1100", "1111", "1000"))
+    assert torch.equal(some.loss_mask_BR, bools("1100", "0000", "1000")) and some.loss_sequences == 2
+    assert [part.loss_sequences for part in some.split(2)] == [1, 1]
+    assert some.rows(1, 2).loss_mask_BR.tolist() == [[False] * 4]
+
+
+def test_other_sequences_take_the_place_of_some() -> None:
+    longer = Batch(
+        tokens_BS=torch.tensor([[1, 2, 3, 4, 5]]),
+        prompt_columns=4,
+        prompt_lengths_B=torch.tensor([4]),
+        response_lengths_B=torch.tensor([1]),
+        sampler_logp_BR=torch.tensor([[-0.5]]),
+        advantages_B=torch.zeros(1),
+    )
+    mixed = batch().with_rows(torch.tensor([1]), longer, pad_id=9)
+    assert mixed.tokens_BS.tolist() == [
+        [9, 11, 12, 13, 14, 15, 0, 0],
+        [1, 2, 3, 4, 5, 9, 9, 9],
+        [9, 0, 31, 32, 33, 0, 0, 0],
+    ]
+    assert mixed.prompt_columns == 4 and mixed.prompt_lengths_B.tolist() == [3, 4, 2]
+    assert torch.equal(mixed.response_mask_BR, bools("1100", "1000", "1000"))
+    assert mixed.sampler_logp_BR[1].tolist() == [-0.5, 0, 0, 0] and mixed.sampler_logp_BR[0].tolist() == [0, -1, -2, -3]
+
+
 @pytest.mark.parametrize("pad", [0, 9])
 def test_prompts_are_padded_on_the_left(pad: int) -> None:
     tokens, lengths = pad_prompts([[5, 6, 7], [8], [1, 2]], pad)

@@ -37,6 +37,8 @@ def test_plan_shows_geometry(home: Path) -> None:
         "2 + 1 + 1 = 4",
         "128 = 16 prompts x 8 responses",
         "140 ticks",
+        "chain_sum",
+        "1 exact",
     ):
         assert part in output
 
@@ -55,6 +57,21 @@ def test_plan_reports_every_error_and_exits_2(home: Path) -> None:
     assert "boundary.rank=900 exceeds hidden size 96" in output
     assert "use 8 or 16" in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_data_and_rewards_are_checked_before_any_rank_starts(
+    home: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "start_local", lambda *arguments: pytest.fail("a rank was started"))
+    rows = ['{"question": "a", "answer": "#### 1"}', '{"question": "b", "answer": "it is forty two"}'] * 2
+    (home / "rows.jsonl").write_text("\n".join(rows))
+    data = ["data.task=jsonl", "data.path=rows.jsonl", "data.val_size=1"]
+    code, output = run(command, home / "run.yaml", *data, "reward.kind=gsm8k")
+    assert code == 2 and "rows.jsonl line 2: its answer 'it is forty two' is prose" in output
+    code, output = run(command, home / "run.yaml", *data, "reward.kind=python:no_such_module:f")
+    assert code == 2 and "reward.kind=python:no_such_module:f: " in output and "cannot be imported" in output
+    assert not (home / "runs").exists() and not Path("runs").exists()
 
 
 LOWRANK = ["boundary.codec=lowrank"]

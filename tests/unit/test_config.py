@@ -190,6 +190,7 @@ def test_what_is_left_out_follows_from_what_is_named(settings: dict[str, Any], p
         ("merger.alpha=1.5", ["merger.alpha=1.5", "at most 1"]),
         ("grpo.group_size=1", ["grpo.group_size=1", "at least 2"]),
         ("grpo.dual_clip=1.0", ["grpo.dual_clip=1.0", "above 1"]),
+        ("grpo.kl_estimator=k3+", ["grpo.kl_estimator=k3+", "use 'k1', 'k2' or 'k3'"]),
         ("rollout.temperature=0", ["rollout.temperature=0", "above 0"]),
         ("rollout.temperature=-0.1", ["rollout.temperature=-0.1", "above 0"]),
         ("rollout.top_p=0", ["rollout.top_p=0", "above 0"]),
@@ -301,6 +302,12 @@ def test_the_resolved_file_reads_back_as_the_same_config(home: Path, overrides: 
     assert written["predict"] == config.boundary.prediction and written["error_feedback"] is config.boundary.feeds_back
     assert [path.name for path in home.iterdir() if path.name.startswith(".")] == []
     assert yaml.safe_load((home / "resolved.yaml").read_text()) == config.dump()
+
+
+def test_importance_weights_need_room_between_their_bounds(home: Path) -> None:
+    line = "grpo.is_floor=2.5: is above grpo.is_cap=2.0; use at most 2.0"
+    assert checked(home, "grpo.is_cap=2.0", "grpo.is_floor=2.5") == line
+    assert checked(home, "grpo.is_cap=2.0", "grpo.is_floor=2.0") == ""
 
 
 @pytest.mark.parametrize(
@@ -461,27 +468,48 @@ def test_added_tokens_count_by_their_ids_and_unigram_pieces_by_their_place(home:
     assert "has 51 tokens" in checked(home)
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("", "is empty"),
-        ("\n\n", "is empty"),
-        ('{"question": "a", "answer": "1"}\n{"question": "b"}\n', "row 2 has no 'answer'"),
-        ('{"question": "a", "answer": "1"}\n\nnot json\n', "row 3 is not JSON"),
-        ("[1]\n", "row 1 has no 'question'"),
-        ('{"question": "a", "answer": "1"}\n', "data.val_size=256: leaves none of the 1 rows"),
-    ],
-)
-def test_a_bad_jsonl_file_names_the_row(home: Path, text: str, part: str) -> None:
-    (home / "train.jsonl").write_text(text)
-    assert part in checked(home, "data.task=jsonl", "data.path=train.jsonl")
+def test_mixed_tasks_are_configs_of_their_own(home: Path) -> None:
+    (home / "rows.jsonl").write_text("")
+    (home / "run.yaml").write_text(
+        "model: {path: model}\n"
+        "data:\n  mix:\n    - {task: jsonl, path: rows.jsonl, weight: 2}\n    - {task: chain_sum, terms: 2}\n"
+    )
+    config = load(home)
+    assert [(source.task, source.weight) for source in config.data.mix] == [("jsonl", 2.0), ("chain_sum", 1.0)]
+    assert config.data.mix[0].path == str(home / "rows.jsonl")
+    assert Config.model_validate(config.dump()).dump() == config.dump()
+    lines = refused(
+        home, "data.mix=[{task: jsonl, path: nowhere.jsonl}, {task: sums}, {pth: x}, {rows: ten}, {weight: 0}]"
+    )
+    for part in (
+        "data.mix.0.path=nowhere.jsonl: not found in",
+        "data.mix.1.task=sums: is not a task; use chain_sum, jsonl, parquet, folder or reasoning_gym:NAME",
+        "data.mix.2.pth=x: unknown key; use one of task, terms, options, path",
+        "data.mix.3.rows=ten: is no slice; write start:stop, such as 0:1000",
+        "data.mix.4.weight=0: must be above 0",
+    ):
+        assert part in lines
+    assert "data.mix.1.path=null: data.mix.1.task=parquet reads a file" in checked(
+        home, "data.mix=[{}, {task: parquet}]", "data.system=hm"
+    )
+    assert "data.system: is a message of a chat template; set data.chat=true" in checked(home, "data.system=hm")
 
 
-def test_a_good_jsonl_file_passes(home: Path) -> None:
-    (home / "train.jsonl").write_text('{"q": "a", "answer": "1"}\n' * 3)
-    jsonl = ["data.task=jsonl", "data.path=train.jsonl", "data.question_key=q"]
-    assert checked(home, *jsonl, "data.val_size=2") == ""
-    assert checked(home, *jsonl, "data.val_path=train.jsonl") == ""
+def test_rewards_are_named_and_fit_their_task(home: Path) -> None:
+    (home / "rows.jsonl").write_text("")
+    rows = ["data.task=jsonl", "data.path=rows.jsonl"]
+    assert load(home).reward.weighted == {"exact": 1.0}
+    several = load(home, *rows, "reward.weights={math: 1, python:a.b:c: 0.5}")
+    assert several.reward.weighted == {"math": 1.0, "python:a.b:c": 0.5}
+    assert Config.model_validate(several.dump()).dump() == several.dump()
+    for kind in ("fuzzy", "python:", "python:a", "python:a:"):
+        line = f"reward.kind={kind}: is not a reward; use exact, math, gsm8k, choice, format or python:package.module:f"
+        assert line in refused(home, f"reward.kind='{kind}'")
+        assert "is not a reward" in refused(home, f"reward.weights={{'{kind}': 1.0}}")
+    assert "reward.kind=math: answers of data.task=chain_sum have no ####" in checked(home, "reward.kind=math")
+    assert checked(home, *rows, "reward.kind=math") == ""
+    line = "reward.overlong_buffer=29: is longer than a response, rollout.max_response=28; use at most 28"
+    assert checked(home, "reward.overlong_buffer=29") == line
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +10,21 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoTokenizer
 
-from megatron_grpo.config import ConfigError, DataConfig
-from megatron_grpo.data import Problem, build_task, encode_prompts
-from megatron_grpo.data.jsonl import normalise_gold
+from megatron_grpo.config import ConfigError, DataConfig, RewardConfig
+from megatron_grpo.config.problems import MixedSource
+from megatron_grpo.data import Problem, Reading, Task, encode_prompts
+from megatron_grpo.data import build_task as build
+from megatron_grpo.data.mixture import shares
 from megatron_grpo.data.tasks import chain_sum_problem, is_held_out
+from megatron_grpo.rollout.rewards import build_rewards, gold_reader
+
+VALUES = gold_reader(RewardConfig())
+
+
+def build_task(data: DataConfig, seed: int) -> Task:
+    """The task of a run whose rewards want values."""
+    return build(data, seed, Reading(VALUES))
+
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny" / "policy"
 
@@ -177,7 +189,220 @@ def test_jsonl_files_that_cannot_be_used(write: Write, tmp_path: Path) -> None:
     ],
 )
 def test_gold_is_normalised(answer: str, gold: str) -> None:
-    assert normalise_gold(answer) == gold
+    assert VALUES("jsonl", answer) == gold
+
+
+def test_equal_rows_are_different_problems(write: Write) -> None:
+    """Case B8: a problem is its row, not its text."""
+    data = DataConfig(task="jsonl", path=write(*_rows(1) * 4), val_size=1)
+    task = build_task(data, seed=0)
+    assert sorted(task.train_problem(i).id for i in range(3)) == [1, 2, 3]
+    assert len({task.train_problem(i).prompt for i in range(3)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "ids"),
+    [("2:5", [3, 4, 5]), (":3", [1, 2, 3]), ("-3:", [8, 9, 10]), ("5:-2", [6, 7, 8]), (None, list(range(1, 11)))],
+)
+def test_slices_count_from_zero_and_keep_row_numbers(write: Write, part: str | None, ids: list[int]) -> None:
+    data = DataConfig(task="jsonl", path=write(*_rows(10)), val_path=write(*_rows(4), name="val.jsonl"), val_size=9)
+    data = data.model_copy(update={"rows": part, "val_rows": "1:3"})
+    task = build_task(data, seed=0)
+    assert sorted(task.train_problem(i).id for i in range(len(ids))) == ids
+    assert [problem.answer for problem in task.validation()] == ["1", "2"]
+    with pytest.raises(ConfigError, match=r"data\.rows=20:30 leaves no row"):
+        build_task(data.model_copy(update={"rows": "20:30"}), seed=0)
+
+
+def test_long_prompts_are_refused_by_row_or_left_out(write: Write) -> None:
+    rows = [{"question": "x" * length, "answer": "1"} for length in (3, 9, 4, 5)]
+    data = DataConfig(task="jsonl", path=write(*rows), val_size=1, prompt_template="{question}")
+    with pytest.raises(ConfigError, match=r"line 2: its prompt of 9 tokens is longer than data\.max_prompt=5 \(use at"):
+        build(data, 0, Reading(length=len, max_prompt=5))
+    task = build(data, 0, Reading(length=len, max_prompt=5, drops=True))
+    assert sorted(task.train_problem(i).id for i in range(2)) == [1, 3]
+    assert [problem.id for problem in task.validation()] == [4]
+    with pytest.raises(ConfigError, match=r"data\.max_prompt=2 leaves no row"):
+        build(data, 0, Reading(length=len, max_prompt=2, drops=True))
+
+
+def test_shares_are_exact_and_add_up() -> None:
+    assert shares(1000, [2.0, 1.0]) == [667, 333]
+    assert shares(10, [1.0, 1.0, 1.0]) == [4, 3, 3]
+    assert shares(1000, [0.7, 0.3]) == [700, 300]
+
+
+def test_tasks_are_mixed_by_weight_and_keep_their_epochs(write: Write) -> None:
+    mix = [
+        MixedSource(task="jsonl", path=write(*_rows(30)), weight=3.0),
+        MixedSource(task="chain_sum", terms=2),
+    ]
+    task = build_task(DataConfig(mix=tuple(mix), val_size=10), seed=1)
+    stream = [task.train_problem(i) for i in range(3000)]
+    for block in (stream[:1000], stream[1000:2000], stream[2000:]):
+        assert sum(problem.task == "jsonl" for problem in block) == 750
+    rows = [problem.id for problem in stream if problem.task == "jsonl"]
+    held_out = [problem for problem in task.validation() if problem.task == "jsonl"]
+    assert len(task.validation()) == 10 and len(held_out) == 1 + 6  # one each, and 3/4 of the rest
+    epoch = 30 - len(held_out)
+    assert all(len(set(rows[start : start + epoch])) == epoch for start in range(0, 2000, epoch))
+    assert not {problem.id for problem in stream} & {problem.id for problem in task.validation()}
+    again = build_task(DataConfig(mix=tuple(mix), val_size=10), seed=1)
+    places = [2999, 17, 1000]
+    assert [again.train_problem(i) for i in places] == [stream[i] for i in places]
+    assert again.train_problem(2**40 + 5).prompt  # no walk over what comes before
+    with pytest.raises(ConfigError, match=r"data\.mix: weight 1\.0 of 5001\.0 is less than one problem in 1000"):
+        build_task(DataConfig(mix=(mix[0].model_copy(update={"weight": 5000.0}), mix[1]), val_size=10), seed=1)
+
+
+TABLE = {"question": ["a", "b", "c", "d"], "answer": ["#### 1", "2", "3", "4"], "other": [1, 2, 3, 4]}
+WANT = [("a\n", "1"), ("b\n", "2"), ("c\n", "3"), ("d\n", "4")]
+
+
+def _read(data: DataConfig) -> list[tuple[str, str]]:
+    """The training rows in file order."""
+    task = build_task(data, seed=0)
+    first = task.train_problem(0)
+    problems = {first.id: first}
+    for index in range(1, 100):
+        problem = task.train_problem(index)
+        problems[problem.id] = problem
+    return [(problems[number].prompt, problems[number].answer) for number in sorted(problems)]
+
+
+def test_parquet_files(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra; `make setup` installs it")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra; `make setup` installs it")
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table(TABLE), path)
+    data = DataConfig(task="parquet", path=str(path), val_size=1)
+    assert _read(data) == WANT[:3]
+    with pytest.raises(ConfigError, match=r"rows\.parquet has no column 'q'; set data\.question_key"):
+        build_task(data.model_copy(update={"question_key": "q"}), seed=0)
+    (tmp_path / "bad.parquet").write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ConfigError, match=r"bad\.parquet cannot be read \(.*\); give a Parquet file"):
+        build_task(data.model_copy(update={"path": str(tmp_path / "bad.parquet")}), seed=0)
+    parquet.write_table(pyarrow.table({**TABLE, "answer": ["1", "2", None, "4"]}), path)
+    with pytest.raises(ConfigError, match=r"rows\.parquet row 3: 'answer' is neither a text nor a number; fix or"):
+        build_task(data, seed=0)
+
+
+def test_saved_datasets_and_their_splits(tmp_path: Path) -> None:
+    """What the package datasets writes: one dataset in two shards, and a dict of splits."""
+    datasets = pytest.importorskip("datasets", reason="datasets comes with trl; `make setup` installs it")
+    whole = datasets.Dataset.from_dict(TABLE)
+    whole.save_to_disk(tmp_path / "one", num_shards=2)
+    one = DataConfig(task="folder", path=str(tmp_path / "one"), val_size=1)
+    assert _read(one) == WANT[:3]
+    shuffled = whole.select([3, 2, 1, 0])
+    datasets.DatasetDict({"train": whole, "test": shuffled}).save_to_disk(tmp_path / "two")
+    two = DataConfig(task="folder", path=str(tmp_path / "two"), val_split="test", val_size=2)
+    assert _read(two) == WANT
+    assert [problem.answer for problem in build_task(two, seed=0).validation()] == ["4", "3"]
+    with pytest.raises(ConfigError, match=r"data\.split=dev: .*two has train, test; use one of them"):
+        build_task(two.model_copy(update={"split": "dev"}), seed=0)
+
+
+def test_folders_of_parquet_files(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra; `make setup` installs it")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra; `make setup` installs it")
+    table = pyarrow.table(TABLE)
+    hub = tmp_path / "hub"
+    (hub / "main").mkdir(parents=True)
+    for name, part in [
+        ("train-00000-of-00002", table[:2]),
+        ("train-00001-of-00002", table[2:]),
+        ("test-00000-of-00001", table[3:]),
+    ]:
+        parquet.write_table(part, hub / "main" / f"{name}.parquet")
+    data = DataConfig(task="folder", path=str(hub), val_split="test", val_size=5)
+    assert _read(data) == WANT
+    assert [problem.answer for problem in build_task(data, seed=0).validation()] == ["4"]
+    with pytest.raises(ConfigError, match=r"data\.split=dev: .*hub has test, train; use one of them"):
+        build_task(data.model_copy(update={"split": "dev"}), seed=0)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    parquet.write_table(table, plain / "part0.parquet")
+    assert _read(DataConfig(task="folder", path=str(plain), val_size=1)) == WANT[:3]
+    for path, why in [(tmp_path / "no", "is no folder"), (tmp_path, None), (plain / "part0.parquet", "is no folder")]:
+        if why:
+            with pytest.raises(ConfigError, match=why):
+                build_task(DataConfig(task="folder", path=str(path)), seed=0)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="neither a saved dataset nor Parquet"):
+        build_task(DataConfig(task="folder", path=str(tmp_path / "empty")), seed=0)
+
+
+def test_without_pyarrow_a_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "rows.parquet").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"need pyarrow, which is not installed; pip install 'megatron-grpo\[data\]'"):
+        build_task(DataConfig(task="parquet", path=str(tmp_path / "rows.parquet")), seed=0)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"data\.task=reasoning_gym:x: needs reasoning-gym, which is not installed"):
+        build_task(DataConfig(task="reasoning_gym:x"), seed=0)
+
+
+def test_reasoning_gym_streams_and_its_own_rules() -> None:
+    gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is an extra; `make setup` installs it")
+    data = DataConfig(task="reasoning_gym:spell_backward", options={"min_word_len": 3, "max_word_len": 4}, val_size=20)
+    task, other = build_task(data, seed=1), build_task(data, seed=2)
+    stream = [task.train_problem(i) for i in range(1200)]
+    places = [1199, 3, 500]
+    assert [build_task(data, seed=1).train_problem(i) for i in places] == [stream[i] for i in places]
+    held_out = task.validation()
+    assert held_out == other.validation() and len({problem.prompt for problem in held_out}) == 20
+    assert not {problem.prompt for problem in held_out} & {problem.prompt for problem in stream}
+    assert sum(other.train_problem(i).prompt == stream[i].prompt for i in range(100)) < 10
+    (own,) = build_rewards(RewardConfig())
+    scorer = gym.get_score_answer_fn("spell_backward")
+    for problem in stream[:20]:
+        for said, response in [
+            (problem.answer, problem.answer),
+            (problem.answer, f"#### {problem.answer}"),
+            (problem.answer, f"<answer>{problem.answer}</answer>"),
+            (problem.answer[:-1] + "q", problem.answer[:-1] + "q"),
+        ]:
+            assert own.score(response, problem, True).reward == pytest.approx(scorer(said, problem.entry))
+
+
+def test_no_model_text_is_run_by_reasoning_gyms_rules(tmp_path: Path) -> None:
+    """Case A10: some of its rules read answers with eval; n_queens and spiral_matrix do."""
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is an extra; `make setup` installs it")
+    trace = tmp_path / "x"
+    (own,) = build_rewards(RewardConfig(time_limit=2.0))
+    hostile = [
+        f"__import__('os').system('touch {trace}')",
+        f"open('{trace}', 'w')",
+        f"[open][0]('{trace}', 'w')",
+        f"(open)('{trace}', 'w')",
+        "[open for x in [1]]",
+        "9**9**9**9",
+        "9**99999999",
+        "[0]*10**11",
+    ]
+    for name in ("n_queens", "spiral_matrix", "countdown", "polynomial_multiplication", "binary_matrix"):
+        problem = build(DataConfig(task=f"reasoning_gym:{name}", val_size=1), 0).train_problem(0)
+        for text in hostile:
+            reward = own.score(f"#### {text}", problem, True).reward
+            assert reward is not None and 0.0 <= reward < 0.1
+        if problem.answer:
+            assert own.score(problem.answer, problem, True).reward == 1.0
+    assert not trace.exists()
+
+
+def test_what_reasoning_gym_does_not_have() -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is an extra; `make setup` installs it")
+    with pytest.raises(ConfigError, match=r"reasoning_gym:leg_countin: is not a task .* such as leg_counting"):
+        build_task(DataConfig(task="reasoning_gym:leg_countin"), seed=0)
+    with pytest.raises(
+        ConfigError, match=r"data\.options=\{'legs': 5\}: reasoning_gym:leg_counting does not take them"
+    ):
+        build_task(DataConfig(task="reasoning_gym:leg_counting", options={"legs": 5}), seed=0)
+    small = DataConfig(task="reasoning_gym:spell_backward", options={"min_word_len": 3, "max_word_len": 3})
+    with pytest.raises(ConfigError, match=r"data\.val_size=1: .* made 0 different problems that fit"):
+        build(small.model_copy(update={"val_size": 1}), 0, Reading(length=len, max_prompt=3, drops=True))
 
 
 class _Bytes:
@@ -189,11 +414,11 @@ class _Bytes:
 
 def test_prompts_are_encoded_in_order_and_bounded() -> None:
     problems = [Problem(3, "ab", "1"), Problem(8, "abc", "2")]
-    assert encode_prompts(_Bytes(), problems, 3) == [[97, 98], [97, 98, 99]]
+    assert encode_prompts(_Bytes().encode, problems, 3) == [[97, 98], [97, 98, 99]]
     with pytest.raises(ConfigError, match=r"data\.max_prompt=2 .* problem 8 of 3 tokens; use at least 3"):
-        encode_prompts(_Bytes(), problems, 2)
+        encode_prompts(_Bytes().encode, problems, 2)
     with pytest.raises(ConfigError, match="problem 5 has an empty prompt"):
-        encode_prompts(_Bytes(), [Problem(5, "", "1")], 2)
+        encode_prompts(_Bytes().encode, [Problem(5, "", "1")], 2)
 
 
 def test_the_tiny_tokenizer_is_its_sentencepiece_model_and_loses_nothing() -> None:
@@ -209,4 +434,4 @@ def test_the_tiny_tokenizer_is_its_sentencepiece_model_and_loses_nothing() -> No
         assert tokenizer.decode([*ids, 2, 3], skip_special_tokens=True) == text.replace("A", "")
     every = list(range(4, 64))
     assert tokenizer.encode(tokenizer.decode(every), add_special_tokens=False) == every
-    assert encode_prompts(tokenizer, [chain_sum_problem((12, 7, 95))], 10) == [tokenizer.encode("12+07+95>")]
+    assert encode_prompts(tokenizer.encode, [chain_sum_problem((12, 7, 95))], 10) == [tokenizer.encode("12+07+95>")]

@@ -16,7 +16,7 @@ from megatron_grpo.sweep.spec import load_sweep
 from megatron_grpo.training.metrics import METRIC_KEYS
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/formulas.md")
 EXAMPLE = ROOT / "examples/tiny/k5.yaml"
 
 
@@ -75,7 +75,8 @@ def test_config_table_gives_the_defaults() -> None:
 
 
 def arms() -> list[str]:
-    return [item for row in table_rows(part(read("README.md"), "Arms and controls")) for item in code(row[1])]
+    tables = [part(read("README.md"), "Arms and controls"), part(read("examples/formulas.md"), "Which GRPO")]
+    return [item for table in tables for row in table_rows(table) for item in code(row[1])]
 
 
 @pytest.mark.parametrize("overrides", arms())

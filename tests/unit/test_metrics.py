@@ -41,7 +41,7 @@ policy/entropy policy/kl policy/grad_norm boundary/q_error_fwd boundary/q_error_
 boundary/bytes_fast_fwd boundary/bytes_fast_bwd boundary/bytes_anchor boundary/bytes_basis
 boundary/bytes_old_logprob boundary/bytes_rollout boundary/bytes_dense_equivalent boundary/bytes_dense_total
 anchor/age anchor/fired anchor/cos_fast anchor/sign_agreement merger/weight merger/gate_cos
-alarm/score alarm/fired reward/parse_fail_frac
+alarm/score alarm/fired reward/parse_fail_frac reward/unscored_frac rollout/resampled_frac
 reward/zero_std_frac train/skipped train/lr
 """
 
@@ -93,6 +93,11 @@ def recorder(run_dir: Path, *, resumed_tick: int | None = None, logging: Logging
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_means_of_several_rewards_are_under_the_names_of_the_config() -> None:
+    row = clean_row({"step": 1, "tick": 2, "rewards/math": 0.5, "rewards/python:a.b:c": math.nan, "reward/mean": 1})
+    assert row == {"step": 1, "tick": 2, "reward/mean": 1.0, "rewards/math": 0.5, "rewards/python:a.b:c": None}
 
 
 def test_metric_keys_are_the_contract() -> None:

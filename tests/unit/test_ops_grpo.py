@@ -1,80 +1,23 @@
-"""GRPO's numbers by hand. Legend: B sequences, G group, R response."""
+"""GRPO's numbers by hand. Legend: B sequences, R response."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_grpo.ops.grpo import (
     aggregate,
-    dead_groups,
-    group_advantages,
+    cispo_loss,
+    gspo_loss,
     importance_weight,
-    k3_kl,
+    kl_estimate,
     policy_loss,
 )
 
 INF, NAN = math.inf, math.nan
-
-
-def test_advantages_by_hand() -> None:
-    # mean 0.25, sample variance (0.5625 + 3 * 0.0625) / 3 = 0.25
-    advantage_BG = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), eps=0.0, std="sample")
-    assert advantage_BG.dtype == torch.float32
-    assert advantage_BG.tolist() == [[1.5, -0.5, -0.5, -0.5]]
-    plain_BG = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), eps=1e-6, std="none")
-    assert plain_BG.tolist() == [[0.75, -0.25, -0.25, -0.25]]
-
-
-@pytest.mark.parametrize(("dtype", "want"), [(torch.float32, 0.6196), (torch.float64, 0.61950)])
-def test_b1_groups_of_low_variance_keep_their_size(dtype: torch.dtype, want: float) -> None:
-    reward_BG = torch.tensor([[1.00000, 1.00001], [2.00000, 2.00001]], dtype=dtype)
-    advantage_BG = group_advantages(reward_BG, eps=1e-6, std="sample")
-    wanted_BG = torch.tensor([[-want, want]]).expand(2, 2)
-    torch.testing.assert_close(advantage_BG, wanted_BG, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("std", ["sample", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("group", [2, 3, 7, 8])
-def test_b2_b6_equal_rewards_give_exactly_zero(std: str, dtype: torch.dtype, group: int) -> None:
-    for value in (0.1, 1 / 3, 0.7, 1.0, 0.0, 1e4 + 0.1):
-        reward_BG = torch.full((2, group), value, dtype=dtype)
-        assert dead_groups(reward_BG).tolist() == [True, True]
-        advantage_BG = group_advantages(reward_BG, eps=1e-6, std=std)  # type: ignore[arg-type]
-        assert torch.equal(advantage_BG, torch.zeros(2, group))
-
-
-def test_b2_a_dead_group_leaves_its_neighbour_alone() -> None:
-    reward_BG = torch.tensor([[0.1, 0.1], [0.0, 1.0]])
-    assert dead_groups(reward_BG).tolist() == [True, False]
-    advantage_BG = group_advantages(reward_BG, eps=0.0, std="sample")
-    torch.testing.assert_close(advantage_BG, torch.tensor([[0.0, 0.0], [-(0.5**0.5), 0.5**0.5]]))
-
-
-def test_b4_one_hit_in_a_group_stays_bounded() -> None:
-    # for a group of G the largest value possible is (G - 1) / sqrt(G)
-    for group in (2, 4, 8, 64):
-        reward_BG = torch.zeros(1, group)
-        reward_BG[0, 0] = 1.0
-        advantage_BG = group_advantages(reward_BG, eps=1e-6, std="sample")
-        assert float(advantage_BG[0, 0]) == pytest.approx((group - 1) / group**0.5, rel=1e-4)
-
-
-def test_advantages_do_not_depend_on_reward_offset_or_order() -> None:
-    reward_BG = torch.tensor([[0.25, 0.5, 1.0, 0.0]])
-    advantage_BG = group_advantages(reward_BG, eps=1e-6, std="sample")
-    shifted_BG = group_advantages(reward_BG + 1000, eps=1e-6, std="sample")
-    torch.testing.assert_close(shifted_BG, advantage_BG)
-    torch.testing.assert_close(group_advantages(reward_BG.flip(1), eps=1e-6, std="sample").flip(1), advantage_BG)
-
-
-def test_advantages_refuse_a_group_of_one_and_an_unknown_std() -> None:
-    with pytest.raises(ValueError, match=r"group_size=1 .*at least 2"):
-        group_advantages(torch.ones(3, 1), eps=1e-6, std="sample")
-    with pytest.raises(ValueError, match="std=population"):
-        group_advantages(torch.ones(3, 2), eps=1e-6, std="population")  # type: ignore[arg-type]
 
 
 def _loss(
@@ -171,13 +114,64 @@ def test_masked_positions_reach_neither_loss_nor_gradient(garbage: float, mask_d
         log_ratio_clamp=20.0,
         weight_BR=torch.tensor([[1.0, garbage], [1.0, garbage]]),
     )
-    kl_BR = k3_kl(logp_BR, torch.full((2, 2), -1.0), mask_BR)
+    kl_BR = kl_estimate(logp_BR, torch.full((2, 2), -1.0), mask_BR)
     assert loss_BR.tolist() == [[-2.0, 0.0], [0.0, 0.0]]
     assert clipped_BR.tolist() == [[False, False], [False, False]]
     assert kl_BR.tolist() == [[0.0, 0.0], [0.0, 0.0]]
     (loss_BR + kl_BR).sum().backward()
     assert logp_BR.grad is not None
     assert logp_BR.grad.tolist() == [[-2.0, 0.0], [0.0, 0.0]]
+
+
+VARIANT_MASK_BR = torch.tensor([[1, 1, 0], [1, 0, 0]])
+
+
+def _variant(
+    kind: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ratio_BR: torch.Tensor,
+    advantage: list[float],
+    **options: Any,
+) -> tuple[list[list[float]], list[list[bool]], list[list[float]]]:
+    """Loss, flags and the loss's gradient of two sequences of two tokens and one; every log-prob -2 before the sum."""
+    logp_BR = torch.full((2, 3), -2.0, requires_grad=True)
+    loss_BR, clipped_BR = kind(
+        logp_BR,
+        -2.0 - ratio_BR.log(),
+        torch.tensor(advantage),
+        VARIANT_MASK_BR,
+        log_ratio_clamp=20.0,
+        weight_BR=None,
+        **options,
+    )
+    (gradient_BR,) = torch.autograd.grad(loss_BR.sum(), logp_BR)
+    return loss_BR.detach().tolist(), clipped_BR.tolist(), gradient_BR.tolist()
+
+
+def test_gspo_has_one_ratio_a_sequence() -> None:
+    # geometric means sqrt(1 * 1.21) = 1.1, inside; and 0.5, below 0.8 with A < 0: held
+    ratio_BR = torch.tensor([[1.0, 1.21, INF], [0.5, NAN, NAN]])
+    loss, clipped, gradient = _variant(gspo_loss, ratio_BR, [2.0, -1.0], clip_low=0.2, clip_high=0.2, dual_clip=None)
+    torch.testing.assert_close(torch.tensor(loss), torch.tensor([[-2.2, -2.2, 0.0], [0.8, 0.0, 0.0]]))
+    assert clipped == [[False] * 3, [True, False, False]]
+    # each token moves the ratio by half its share, and both tokens carry it: d/dlogp = -A s (1/2 + 1/2)
+    torch.testing.assert_close(torch.tensor(gradient), torch.tensor([[-2.2, -2.2, 0.0], [0.0, 0.0, 0.0]]))
+
+
+def test_cispo_weighs_the_log_prob_and_keeps_the_gradient_of_bounded_tokens() -> None:
+    ratio_BR = torch.tensor([[0.5, 3.0, NAN], [3.0, INF, 1.0]])
+    loss, clipped, gradient = _variant(cispo_loss, ratio_BR, [2.0, -1.0], clip_high=0.5)
+    # -min(ratio, 1.5) * A * (-2)
+    torch.testing.assert_close(torch.tensor(loss), torch.tensor([[2.0, 6.0, 0.0], [-3.0, 0.0, 0.0]]))
+    assert clipped == [[False, True, False], [True, False, False]]
+    torch.testing.assert_close(torch.tensor(gradient), torch.tensor([[-1.0, -3.0, 0.0], [1.5, 0.0, 0.0]]))
+
+
+def test_at_ratio_one_every_objective_has_the_same_gradient() -> None:
+    """The first tick of a step is on-policy: the variants differ in what they do to other ratios."""
+    ones_BR, clips = torch.ones(2, 3), {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+    want = _variant(policy_loss, ones_BR, [2.0, -1.0], **clips)[2]
+    assert _variant(cispo_loss, ones_BR, [2.0, -1.0], clip_high=0.2)[2] == want
+    assert _variant(gspo_loss, ones_BR, [2.0, -1.0], **clips)[2] == want
 
 
 def test_clip_flags_count_unmasked_tokens_only() -> None:
@@ -197,7 +191,7 @@ def test_clip_flags_count_unmasked_tokens_only() -> None:
 
 def test_k3_by_hand_and_its_gradient() -> None:
     logp_BR = torch.log(torch.tensor([[0.5, 0.5, 0.25]])).requires_grad_()
-    kl_BR = k3_kl(logp_BR, torch.log(torch.tensor([[0.5, 0.25, 0.5]])))
+    kl_BR = kl_estimate(logp_BR, torch.log(torch.tensor([[0.5, 0.25, 0.5]])))
     expected_BR = torch.tensor([[0.0, 0.5 + math.log(2) - 1, 2 - math.log(2) - 1]])
     torch.testing.assert_close(kl_BR, expected_BR, atol=1e-6, rtol=0)
     kl_BR.sum().backward()
@@ -206,24 +200,78 @@ def test_k3_by_hand_and_its_gradient() -> None:
     torch.testing.assert_close(logp_BR.grad, torch.tensor([[0.0, 0.5, -1.0]]), atol=1e-6, rtol=0)
 
 
+def test_kl_estimators_by_hand() -> None:
+    # d = log(ref) - log(policy) = log 2 and log 1/2
+    logp_BR, ref_BR = torch.tensor([[0.25, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log()
+    ln2 = math.log(2)
+    for estimator, value, slope in [
+        ("k1", [-ln2, ln2], [1.0, 1.0]),
+        ("k2", [ln2**2 / 2, ln2**2 / 2], [-ln2, ln2]),
+        ("k3", [2 - ln2 - 1, 0.5 + ln2 - 1], [1 - 2.0, 1 - 0.5]),
+    ]:
+        leaf_BR = logp_BR.clone().requires_grad_()
+        kl_BR = kl_estimate(leaf_BR, ref_BR, estimator=estimator)  # type: ignore[arg-type]
+        kl_BR.sum().backward()
+        torch.testing.assert_close(kl_BR.detach(), torch.tensor([value]), atol=1e-6, rtol=0)
+        torch.testing.assert_close(leaf_BR.grad, torch.tensor([slope]), atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match=r"estimator=k3\+ is unknown; use k1, k2 or k3"):
+        kl_estimate(logp_BR, ref_BR, estimator="k3+")  # type: ignore[arg-type]
+
+
 def test_k3_averages_to_the_kl_divergence_and_is_fp32() -> None:
     p_V, q_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
     exact = float((p_V * (p_V / q_V).log()).sum())
-    assert float((p_V * k3_kl(p_V.log(), q_V.log())).sum()) == pytest.approx(exact, rel=1e-5)
-    assert k3_kl(p_V.log().bfloat16(), q_V.log().bfloat16()).dtype == torch.float32
+    assert float((p_V * kl_estimate(p_V.log(), q_V.log())).sum()) == pytest.approx(exact, rel=1e-5)
+    assert kl_estimate(p_V.log().bfloat16(), q_V.log().bfloat16()).dtype == torch.float32
 
 
-def test_importance_weight_by_hand() -> None:
-    trainer_BR = torch.log(torch.tensor([[0.5, 0.4, 0.1]])).requires_grad_()
-    weight_BR = importance_weight(trainer_BR, torch.log(torch.tensor([[0.5, 0.1, 0.2]])), cap=2.0)
-    torch.testing.assert_close(weight_BR, torch.tensor([[1.0, 2.0, 0.5]]))
+@pytest.mark.parametrize(
+    ("how", "want"),
+    [
+        ("token_truncate", [[1.0, 2.0, 0.5], [0.5, 2.0, 1.0]]),
+        ("token_mask", [[1.0, 0.0, 0.5], [0.0, 0.0, 1.0]]),
+        # over the sequences: 1 * 4 * 0.5 = 2 and, its last token masked, 0.25 * 4 = 1
+        ("sequence_truncate", [[2.0, 2.0, 2.0], [1.0, 1.0, 1.0]]),
+        ("sequence_mask", [[2.0, 2.0, 2.0], [1.0, 1.0, 1.0]]),
+    ],
+)
+def test_importance_weights_by_hand(how: str, want: list[list[float]]) -> None:
+    ratio_BR = torch.tensor([[1.0, 4.0, 0.5], [0.25, 4.0, 7.0]])
+    mask_BR = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    trainer_BR = ratio_BR.log().requires_grad_()
+    options: dict[str, Any] = {"how": how, "cap": 2.0, "floor": 0.5}
+    weight_BR = importance_weight(trainer_BR, torch.zeros(2, 3), mask_BR, **options)
+    torch.testing.assert_close(weight_BR, torch.tensor(want), atol=1e-5, rtol=0)
     assert not weight_BR.requires_grad
-    assert float(importance_weight(torch.zeros(1), torch.full((1,), -1000.0), cap=2.0)) == 2.0
+    assert float(importance_weight(torch.zeros(1, 1), torch.full((1, 1), -1000.0), mask_BR[:1, :1], **options)) == (
+        2.0 if how.endswith("truncate") else 0.0
+    )
+
+
+def test_a_sequence_out_of_bounds_is_dropped_whole() -> None:
+    ratio_BR = torch.tensor([[1.5, 1.5], [1.5, 1.2]])
+    weight_BR = importance_weight(ratio_BR.log(), torch.zeros(2, 2), torch.ones(2, 2), how="sequence_mask", cap=2.0)
+    torch.testing.assert_close(weight_BR, torch.tensor([[0.0, 0.0], [1.8, 1.8]]))
 
 
 C3_LOSS_BR = torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0], [7.0, 9.0, 9.0]])
 C3_MASK_BR = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
-C3_WANT = {"token_mean": 22 / 6, "sequence_mean": (1.5 + 4 + 7) / 3, "fixed_length": 22 / (3 * 4)}
+C3_WANT = {
+    "token_mean": 22 / 6,
+    "sequence_mean": (1.5 + 4 + 7) / 3,
+    "sequence_sum": (3 + 12 + 7) / 3,
+    "fixed_length": 22 / (3 * 4),
+}
+
+
+def test_aggregations_at_their_published_values() -> None:
+    values = {
+        how: float(aggregate(C3_LOSS_BR, C3_MASK_BR, how=how, tokens=6, sequences=3, max_response=3))  # type: ignore[arg-type]
+        for how in C3_WANT
+    }
+    assert values == pytest.approx(
+        {"token_mean": 3.6667, "sequence_mean": 4.1667, "sequence_sum": 7.3333, "fixed_length": 2.4444}, abs=5e-5
+    )
 
 
 @pytest.mark.parametrize("how", list(C3_WANT))

@@ -1,19 +1,32 @@
-"""Rewards against the public faults of reward parsers (cases A1 to A19) and the chain_sum rule."""
+"""Rewards against the public faults of reward parsers (cases A1 to A20) and the chain_sum rule."""
 
+import random
+import subprocess
+import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_grpo.config import ConfigError, RewardConfig
-from megatron_grpo.rollout.rewards import Verdict, build_reward, score_batch
-from megatron_grpo.rollout.rewards.math import extract_answer, is_small_formula
+from megatron_grpo.data.problem import Problem
+from megatron_grpo.rollout.rewards import Rule, Verdict, build_rewards, build_rule, gold_reader, score_batch
+from megatron_grpo.rollout.rewards.exact import chain_sum_reward as SUM
+from megatron_grpo.rollout.rewards.exact import exact_reward as EXACT
+from megatron_grpo.rollout.rewards.extract import extract_answer
+from megatron_grpo.rollout.rewards.limit import LimitedFunction, Outcome
+from megatron_grpo.rollout.rewards.math import is_small_formula
 
-MATH = build_reward(RewardConfig(kind="math"), "jsonl")
-SUM = build_reward(RewardConfig(kind="exact"), "chain_sum")
-EXACT = build_reward(RewardConfig(kind="exact"), "jsonl")
+MATH = build_rule("math", RewardConfig())
+GSM8K = build_rule("gsm8k", RewardConfig())
+FLEXIBLE = build_rule("gsm8k", RewardConfig(flexible=True))
+CHOICE = build_rule("choice", RewardConfig())
+FORMAT = build_rule("format", RewardConfig())
+
+
+def questions(answers: list[str], task: str = "jsonl") -> list[Problem]:
+    return [Problem(number, "", answer, task) for number, answer in enumerate(answers)]
 
 
 @pytest.mark.parametrize(
@@ -75,11 +88,50 @@ def test_chain_sum_pays_for_one_sign_and_the_answer(response: str, finished: boo
 )
 def test_a2_gsm8k_answers(response: str, gold: str, want: int) -> None:
     assert MATH(response, gold, True).reward == want
+    marked = "####" in response
+    assert GSM8K(response, gold, True).reward == (want if marked else 0)
+    assert FLEXIBLE(response, gold, True).reward == (want if marked else float("18" in response))
+
+
+def test_a2_what_cannot_be_read_is_counted() -> None:
+    for response in ("#### .", "#### ,", "####", "", "#### 18, 20", "The total is 18.", r"\boxed{18}"):
+        assert GSM8K(response, "18", True) == Verdict(0.0, False)
+    assert GSM8K("#### 17", "18", True) == Verdict(0.0, True)
+    assert GSM8K("#### 18", "18", False) == Verdict(0.0, False)  # more digits may have followed
+    assert FLEXIBLE("The total is 18.", "18", False) == Verdict(0.0, False)
 
 
 def test_a1_right_answer_before_long_chatter() -> None:
     chatter = "This sentence has nothing to do with the answer whatsoever.\n" * 8
-    assert MATH("2+40=42\n#### 42\n" + chatter, "42", True) == Verdict(1.0, True)
+    for rule in (MATH, GSM8K, FLEXIBLE):
+        assert rule("2+40=42\n#### 42\n" + chatter, "42", True) == Verdict(1.0, True)
+    assert MATH(r"\boxed{42}" + chatter, "42", True) == Verdict(1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("response", "gold"),
+    [
+        ("Answer: 42.", "42"),
+        ("**Answer:** 42", "42"),
+        ("Answer: 42.0", "42"),
+        ("Answer: 42 apples", "42"),
+        ("Answer: 42<|im_end|>", "42"),
+        ("Answer: 3/4", r"\frac{3}{4}"),
+        ("Answer: 0.5", r"\frac{1}{2}"),
+        ("Answer: $42$", "42"),
+        ("answer : 42", "42"),
+        ("Answer: x=42", "42"),
+        ("Answer: 42 meters", "42"),
+        (r"Answer: \frac12", "0.5"),
+        ("Answer: 41\nAnswer: 42", "42"),
+        (r"\boxed{42}", "42"),
+        (r"\boxed{42}" + "x" * 120, "42"),
+        ("<answer> 42 </answer>", "42"),
+    ],
+)
+def test_a3_answers_after_the_word(response: str, gold: str) -> None:
+    assert MATH(response, gold, True) == Verdict(1.0, True)
+    assert MATH(response, "43", True) == Verdict(0.0, True)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +152,8 @@ def test_a1_right_answer_before_long_chatter() -> None:
         ("-1/2", r"-\frac{1}{2}", 1),
         ("1,000", "1000", 1),
         (r"5\text{cm}", "5", 1),
+        (r"5\text{ square cm}", r"5\text{ square cm}", 1),
+        ("5 square cm", r"5\text{ square cm}", 1),
         (r"5\text{ cm}", "5", 1),
         ("2.0", "2", 1),
         (r"1\frac{1}{2}", r"\frac{3}{2}", 1),
@@ -135,16 +189,19 @@ def test_a4_odd_boxes_raise_nothing() -> None:
 @pytest.mark.parametrize("response", ["", r"\boxed{}", "#### ", r"\boxed{None}", "#### none", r"\boxed{3}"])
 def test_a4_a15_empty_gold_pays_nobody(gold: str, response: str) -> None:
     assert MATH(response, gold, True).reward == 0
+    assert not GSM8K(response, gold, True).reward  # an empty box is no number: None
     assert EXACT(response, gold.strip() if gold == " " else gold, True).reward == (
         1.0 if gold.strip() and response.removeprefix("#### ") == gold else 0.0
     )
     assert SUM("=" + response, "", True).reward == 0
 
 
-def test_a6_wrong_or_unreadable_gold_pays_nobody() -> None:
+def test_a6_wrong_gold_pays_nobody_and_unreadable_gold_scores_nobody() -> None:
     assert MATH(r"\boxed{3}", "6", True).reward == 0
     for response in (r"\boxed{3}", r"\boxed{42}", "#### 42", "forty two"):
-        assert MATH(response, "Answer is forty two.", True).reward == 0
+        assert MATH(response, "Answer is forty two.", True) == Verdict(None, False)
+        assert GSM8K(response, "Answer is forty two.", True) == Verdict(None, False)
+        assert CHOICE(response, "Answer is forty two.", True) == Verdict(None, False)
 
 
 def test_a8_works_in_threads() -> None:
@@ -207,10 +264,11 @@ def test_the_allow_list_of_formulas() -> None:
 
 def test_a11_one_verdict_a_response_in_order() -> None:
     responses = [r"The answer is \boxed{42}", "no answer here", r"The answer is \boxed{137}"]
-    verdicts = score_batch(MATH, responses, ["42"] * 3, [True] * 3)
+    (math,) = build_rewards(RewardConfig(kind="math"))
+    verdicts = score_batch(math, responses, questions(["42"] * 3), [True] * 3)
     assert verdicts == [Verdict(1.0, True), Verdict(0.0, False), Verdict(0.0, True)]
     with pytest.raises(ValueError, match="shorter"):
-        score_batch(MATH, responses, ["42"] * 2, [True] * 3)
+        score_batch(math, responses, questions(["42"] * 2), [True] * 3)
 
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "</s>", " <|eot_id|>\n", "<|im_end|><|endoftext|>"])
@@ -234,16 +292,203 @@ def test_exact_on_jsonl_compares_text() -> None:
     assert EXACT("#### 18.0", "18", True) == Verdict(0.0, True)
 
 
-def test_a19_any_callable_scores() -> None:
-    def paid(amount: float, response: str, answer: str, finished: bool) -> Verdict:
-        return Verdict(amount, True)
+def test_exact_is_the_own_rule_of_each_problems_task() -> None:
+    (own,) = build_rewards(RewardConfig())
+    assert (own.name, own.weight) == ("exact", 1.0)
+    problems = [*questions(["14"], "chain_sum"), *questions(["14"])]
+    assert score_batch(own, ["=14", "=14"], problems, [True] * 2) == [Verdict(1.0, True), Verdict(0.0, True)]
 
-    assert score_batch(partial(paid, 0.5), ["a"], ["b"], [True]) == [Verdict(0.5, True)]
+
+@pytest.mark.parametrize(
+    ("response", "want"),
+    [
+        ("B", 1),
+        ("b", 1),
+        ("(B)", 1),
+        ("B.", 1),
+        ("B) because it is", 1),
+        ("**B**", 1),
+        (r"so \boxed{\text{B}}", 1),
+        (r"\boxed{(B)}", 1),
+        ("A or C?\nAnswer: (B) Paris", 1),
+        ("Answer: B: Paris", 1),
+        ("#### B", 1),
+        ("Answer: A\nAnswer: B", 1),
+        ("A", 0),
+        ("Answer: (C)", 0),
+    ],
+)
+def test_choices_by_hand(response: str, want: int) -> None:
+    for gold in ("B", "b", "(B)", "B.", "work\n#### B"):
+        assert CHOICE(response, gold, True) == Verdict(float(want), True)
 
 
-def test_math_does_not_fit_chain_sum() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.kind=math.*chain_sum.*use exact"):
-        build_reward(RewardConfig(kind="math"), "chain_sum")
+@pytest.mark.parametrize("response", ["Both are right", "A or B", "AB", "", "Answer: Berlin", "B and C", "42"])
+def test_what_is_no_single_choice_is_counted(response: str) -> None:
+    assert CHOICE(response, "B", True) == Verdict(0.0, False)
+    assert CHOICE(response, "", True) == Verdict(0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("response", "want"),
+    [
+        ("<think>a</think>b", 1),
+        ("<think></think>\nb", 1),
+        ("<think>a</think>b<|im_end|>", 1),
+        ("<think>a b", 0),
+        ("a</think>b", 0),
+        ("hm <think>a</think>b", 0),
+        ("<think>a<think>b</think></think>c", 0),
+        ("<think>a</think>b<think>c</think>d", 0),
+        ("</think>a<think>", 0),
+        ("", 0),
+    ],
+)
+def test_a20_thoughts_stand_in_one_block_in_front(response: str, want: int) -> None:
+    assert FORMAT(response, "whatever", True) == Verdict(float(want), True)
+
+
+USERS_OWN = """
+from functools import partial
+from megatron_grpo.rollout.rewards import Verdict
+import time
+
+def length(response, answer, finished):
+    print("this is no answer")
+    return len(response) / 10
+
+def paid(amount, response, answer, finished):
+    return amount
+
+half = partial(paid, 0.5)
+
+class Rule:
+    def __call__(self, response, answer, finished):
+        return Verdict(0.25, response == answer)
+
+rule = Rule()
+
+def odd(response, answer, finished):
+    if response == "none":
+        return None
+    if response == "raise":
+        raise RuntimeError("no")
+    if response == "slow":
+        time.sleep(60)
+    if response == "busy":
+        9 ** 9 ** 9
+    if response == "dict":
+        return {"acc": True, "score": "1"}
+    if response == "text":
+        return "1"
+    if response == "nan":
+        return float("nan")
+    return 1
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_own.py").write_text(USERS_OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("own")
+def test_a19_functions_partials_and_objects_score() -> None:
+    for name, want in [
+        ("length", Verdict(0.3, True)),
+        ("half", Verdict(0.5, True)),
+        ("rule", Verdict(0.25, False)),
+    ]:
+        (reward,) = build_rewards(RewardConfig(kind=f"python:users_own:{name}"))
+        assert score_batch(reward, ["abc"], questions(["x"]), [True]) == [want]
+
+
+@pytest.mark.usefixtures("own")
+def test_a13_what_a_function_of_ones_own_does_wrong() -> None:
+    rule = build_rule("python:users_own:odd", RewardConfig(time_limit=0.5))
+    seen = [rule(text, "", True) for text in ("fine", "none", "raise", "slow", "busy", "fine")]
+    none, zero, one = Verdict(None, False), Verdict(0.0, False), Verdict(1.0, True)
+    assert seen == [one, none, none, zero, zero, one]
+    for text in ("dict", "text", "nan"):
+        with pytest.raises(
+            ConfigError, match=r"reward\.kind=python:users_own:odd: returned .*; return a finite number"
+        ):
+            rule(text, "", True)
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("no_such_module:f", "cannot be imported .*no_such_module"),
+        ("users_own:g", "cannot be imported .*g"),
+        ("users_own:USERS", "cannot be imported"),
+        ("users_own:__name__", "is a str, not a function"),
+    ],
+)
+@pytest.mark.usefixtures("own")
+def test_a_function_that_is_not_there_is_a_config_error(target: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"reward\.kind=python:{target}: .*{why}"):
+        build_rewards(RewardConfig(kind=f"python:{target}"))
+
+
+def test_a8_the_time_limit_holds_in_threads_and_in_subprocesses() -> None:
+    """A sleep and a power that never comes back to Python; the next call finds a new process."""
+    sleep = LimitedFunction("time:sleep", limit_s=0.3)
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.extend(sleep(seconds) for seconds in (30, 0.0, 30)))
+    thread.start()
+    thread.join(timeout=60)
+    assert outcomes == [Outcome(late=True), Outcome(), Outcome(late=True)]
+    busy = LimitedFunction("builtins:pow", limit_s=0.3)
+    assert busy(9, 9**9) == Outcome(late=True)
+    assert busy(2, 10) == Outcome(value=1024)
+    assert busy("a", 1).error == "TypeError: unsupported operand type(s) for ** or pow(): 'str' and 'int'"
+    code = (
+        "import threading\n"
+        "from megatron_grpo.config import RewardConfig\n"
+        "from megatron_grpo.rollout.rewards import build_rule\n"
+        "rule = build_rule('math', RewardConfig())\n"
+        "said = []\n"
+        "ask = lambda: said.append(rule(r'\\boxed{\\sqrt{8}}', r'2\\sqrt{2}', True).reward)\n"
+        "thread = threading.Thread(target=ask); thread.start(); thread.join(); print(said)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout == "[1.0]\n"
+
+
+def test_several_rewards_have_names_and_weights() -> None:
+    rewards = build_rewards(RewardConfig(weights={"gsm8k": 1.0, "format": 0.2}))
+    assert [(reward.name, reward.weight) for reward in rewards] == [("gsm8k", 1.0), ("format", 0.2)]
+    problems = questions(["4"])
+    assert [score_batch(reward, ["<think>2+2</think>#### 4"], problems, [True]) for reward in rewards] == [
+        [Verdict(1.0, True)],
+        [Verdict(1.0, True)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "want"),
+    [
+        ("exact", "work #### $1,234.", "1234"),
+        ("math", r"\frac{1}{2}", r"\frac{1}{2}"),
+        ("gsm8k", "18 dollars", "18 dollars"),
+        ("choice", "(b)", "B"),
+        ("format", "Answer is forty two.", "Answer is forty two."),
+        ("math", "Answer is forty two.", "prose"),
+        ("gsm8k", "Paris", "not a number"),
+        ("choice", "Paris", "not one letter"),
+        ("choice", " ", "empty"),
+        ("gsm8k", "None", "empty"),
+    ],
+)
+def test_golds_are_read_as_the_reward_wants_them(kind: str, answer: str, want: str) -> None:
+    read = gold_reader(RewardConfig(kind=kind))
+    if want in ("prose", "not a number", "not one letter", "empty"):
+        with pytest.raises(ValueError, match=want):
+            read("jsonl", answer)
+    else:
+        assert read("jsonl", answer) == want
 
 
 def test_extraction_takes_the_last_answer() -> None:
@@ -251,3 +496,79 @@ def test_extraction_takes_the_last_answer() -> None:
     assert extract_answer(r"\boxed{a{b}c} \boxed{d", finished=True) == "a{b}c"
     assert extract_answer(r"#### \boxed{5}", finished=True) == "5"
     assert extract_answer("nothing", finished=True) is None
+
+
+FRAGMENTS = (
+    *(
+        "####",
+        "#### ",
+        "\\boxed{",
+        "\\fbox{",
+        "}",
+        "{",
+        "\\frac{",
+        "\\frac12",
+        "\\sqrt{2}",
+        "\\text{",
+        "Answer:",
+        "**",
+        "$",
+    ),
+    *(
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "<|im_end|>",
+        "</s>",
+        "\n",
+        "\r\n",
+        "=",
+        "-",
+        "3/4",
+        "1e99",
+        "1,234",
+    ),
+    *(
+        "(B)",
+        "B.",
+        "none",
+        "nan",
+        "inf",
+        "x^2",
+        "^",
+        "__import__('os')",
+        "\N{MINUS SIGN}",
+        "\u0663",
+        "\u00b2",
+        "\ud800",
+        "\x00",
+    ),
+)
+
+
+def hostile_text(draw: random.Random) -> str:
+    """Random bytes as text, with what the rules look for strewn in."""
+    parts = [draw.randbytes(draw.randrange(12)).decode(draw.choice(["latin-1", "utf-8"]), "replace") for _ in range(4)]
+    parts += draw.choices(FRAGMENTS, k=draw.randrange(10))
+    draw.shuffle(parts)
+    return "".join(parts)
+
+
+@pytest.mark.usefixtures("own")
+def test_20000_hostile_texts_raise_nothing_and_stay_in_range() -> None:
+    """As responses and, one in four times, as golds."""
+    draw = random.Random(0)
+    rules: list[Rule] = [MATH, GSM8K, FLEXIBLE, CHOICE, FORMAT, SUM, EXACT]
+    rules.append(build_rule("python:users_own:half", RewardConfig()))
+    golds = ["18", "B", r"\frac{3}{4}", "x+1"]
+    seen: list[set[float | None]] = [set() for _ in rules]
+    for number in range(20_000):
+        response = hostile_text(draw)
+        gold = hostile_text(draw) if number % 4 == 0 else golds[number % len(golds)]
+        for rule, values in zip(rules, seen, strict=True):
+            verdict = rule(response, gold, number % 3 > 0)
+            assert isinstance(verdict.parsed, bool)
+            values.add(verdict.reward)
+    assert seen[:3] == [{0.0, 1.0, None}] * 3 and seen[7] == {0.5}
+    assert all(values <= {0.0, 1.0, None} for values in seen[:7])

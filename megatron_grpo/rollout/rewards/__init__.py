@@ -1,32 +1,91 @@
-"""Rewards by rule. A new one is a callable with the `Reward` signature and its line in `build_reward`."""
+"""Rewards by rule. A new one is a `Rule`, its line in `build_rule` and `gold_reader`, its name in `RewardConfig`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_grpo.config import ConfigError
+from megatron_grpo.rollout.rewards import gold
+from megatron_grpo.rollout.rewards.choice import choice_reward
 from megatron_grpo.rollout.rewards.exact import chain_sum_reward, exact_reward
+from megatron_grpo.rollout.rewards.foreign import PREFIX as PYTHON
+from megatron_grpo.rollout.rewards.foreign import ForeignReward
+from megatron_grpo.rollout.rewards.form import format_reward
+from megatron_grpo.rollout.rewards.gsm8k import flexible_gsm8k_reward, gsm8k_reward
 from megatron_grpo.rollout.rewards.math import MathReward
-from megatron_grpo.rollout.rewards.verdict import Reward, Verdict
+from megatron_grpo.rollout.rewards.reasoning import PREFIX as REASONING
+from megatron_grpo.rollout.rewards.reasoning import ReasoningReward
+from megatron_grpo.rollout.rewards.verdict import NamedReward, Question, Rule, Verdict
 
 if TYPE_CHECKING:
     from megatron_grpo.config import RewardConfig
 
-__all__ = ["Reward", "Verdict", "build_reward", "score_batch"]
+__all__ = ["NamedReward", "Question", "Rule", "Verdict", "build_rewards", "build_rule", "gold_reader", "score_batch"]
 
 
-def build_reward(reward: RewardConfig, task_name: str) -> Reward:
-    """The reward that `reward.kind` names for the task; raises ConfigError when they do not fit."""
-    if reward.kind == "exact":
-        return chain_sum_reward if task_name == "chain_sum" else exact_reward
-    if task_name == "chain_sum":
-        raise ConfigError("reward.kind=math: answers of data.task=chain_sum have no #### or box; use exact")
-    return MathReward()
+def build_rewards(cfg: RewardConfig) -> tuple[NamedReward, ...]:
+    """The run's rewards, by name and weight. Raises ConfigError for a function that cannot be imported."""
+    return tuple(NamedReward(kind, weight, _score(kind, cfg)) for kind, weight in cfg.weighted.items())
+
+
+def _score(kind: str, cfg: RewardConfig) -> Callable[[str, Question, bool], Verdict]:
+    if kind == "exact":
+        return OwnRule(limit_s=cfg.time_limit)
+    rule = build_rule(kind, cfg)
+    return lambda response, question, finished: rule(response, question.answer, finished)
+
+
+def build_rule(kind: str, cfg: RewardConfig) -> Rule:
+    """The rule that `kind` names, but for a task's own (`exact`), which depends on the problem."""
+    if kind.startswith(PYTHON):
+        return ForeignReward(kind, limit_s=cfg.time_limit)
+    if kind == "math":
+        return MathReward(limit_s=cfg.time_limit)
+    if kind == "gsm8k":
+        return flexible_gsm8k_reward if cfg.flexible else gsm8k_reward
+    return {"choice": choice_reward, "format": format_reward}[kind]
+
+
+class OwnRule:
+    """`exact`: what the problem's task says is right; for rows of a file, the same text."""
+
+    def __init__(self, *, limit_s: float) -> None:
+        self._reasoning = ReasoningReward(limit_s=limit_s)
+
+    def __call__(self, response: str, question: Question, finished: bool) -> Verdict:
+        if question.task == "chain_sum":
+            return chain_sum_reward(response, question.answer, finished)
+        if question.task.startswith(REASONING):
+            return self._reasoning(response, question, finished)
+        return exact_reward(response, question.answer, finished)
+
+
+_GOLDS: dict[str, Callable[[str], str]] = {
+    "exact": gold.value_gold,
+    "math": gold.value_gold,
+    "gsm8k": gold.number_gold,
+    "choice": gold.choice_gold,
+}
+
+
+def gold_reader(cfg: RewardConfig) -> Callable[[str, str], str]:
+    """(task, answer) -> the answer as all of the run's rewards want it; ValueError, in words, for one they cannot read.
+
+    A task's own rule wants nothing of its answers; `exact` on rows of a file wants a value.
+    """
+
+    def read(task: str, answer: str) -> str:
+        for kind in cfg.weighted:
+            if kind in _GOLDS and not (kind == "exact" and task.startswith(REASONING)):
+                answer = _GOLDS[kind](answer)
+        return answer
+
+    return read
 
 
 def score_batch(
-    reward: Reward, responses: Sequence[str], answers: Sequence[str], finished: Sequence[bool]
+    reward: NamedReward, responses: Sequence[str], questions: Sequence[Question], finished: Sequence[bool]
 ) -> list[Verdict]:
     """One verdict a response, in order. Raises ValueError when the three lists differ in length."""
-    return [reward(response, answer, done) for response, answer, done in zip(responses, answers, finished, strict=True)]
+    samples = zip(responses, questions, finished, strict=True)
+    return [reward.score(response, question, done) for response, question, done in samples]

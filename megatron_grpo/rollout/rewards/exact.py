@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_grpo.rollout.rewards.extract import MARKER
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, Verdict, without_stop_text
-
-_MARKER = "####"
 
 
 def chain_sum_reward(response: str, answer: str, finished: bool) -> Verdict:
@@ -21,7 +20,7 @@ def exact_reward(response: str, answer: str, finished: bool) -> Verdict:
 
     Space around either is ignored and nothing else: no reading of numbers (that is `math`).
     """
-    said = without_stop_text(response).rsplit(_MARKER, 1)[-1].strip()
+    said = without_stop_text(response).rsplit(MARKER, 1)[-1].strip()
     if not finished or not said:
         return UNREADABLE
     gold = answer.strip()

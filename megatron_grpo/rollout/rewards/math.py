@@ -1,22 +1,22 @@
 """The `math` reward: reads the final answer out of a response and compares it with the gold by value.
 
-Extraction is strict: the line after the last `####`, else the last `\\boxed{}`, else nothing. Numbers are
-compared exactly, as fractions; small formulas by math-verify. Model text is never evaluated: what reaches the
-formula parser has passed an allow-list, and what may not reach it is compared as text.
+Extraction is strict: see `extract.extract_answer`. Numbers are compared exactly, as fractions; small formulas by
+math-verify, in a process of its own under a time limit. Model text is never evaluated: what reaches the formula parser
+has passed an allow-list, and what may not reach it is compared as text.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from threading import Lock
 
+from megatron_grpo.rollout.rewards.extract import LONGEST_ANSWER, extract_answer
+from megatron_grpo.rollout.rewards.gold import NO_ANSWER, value_gold
+from megatron_grpo.rollout.rewards.limit import LimitedFunction
 from megatron_grpo.rollout.rewards.number import parse_quantity, plain
-from megatron_grpo.rollout.rewards.verdict import UNREADABLE, Verdict, without_stop_text
+from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict, without_stop_text
 
-_MARKER = "####"
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_NO_ANSWER = {"", "none", "null", "nan"}
-_LONGEST_ANSWER = 200
+MEMORY_GIB = 4.0
 _LONGEST_FORMULA = 80
 
 _CHEAP = r"frac|dfrac|tfrac|pi|cdot|times|div|left|right|infty|pm"
@@ -32,67 +32,44 @@ _GROUP_POWER = re.compile(r"(?<=[)}])\^(?:\{\s*[23]\s*\}|[23](?!\d))")
 class MathReward:
     """1 iff the response's final answer has the value of the gold.
 
-    A gold that is empty or no value pays nobody, so its group has no spread and no weight in the gradient. An
-    unfinished response counts only when its answer is closed (a line end after `####`, the brace of a box).
-    Safe in threads: no signals; formulas go through the parser one at a time.
+    A gold that is empty pays nobody; one that is prose scores nobody. An unfinished response counts only when its
+    answer is closed (a line end after `####`, the brace of a box). Safe in threads: formulas go to their process one
+    at a time.
     """
 
-    def __init__(self) -> None:
-        self._formulas = Lock()
+    def __init__(self, *, limit_s: float = 5.0) -> None:
+        target = f"{__name__}:{formulas_equal.__name__}"
+        self._formulas = LimitedFunction(target, limit_s=limit_s, memory_gib=MEMORY_GIB)
 
     def __call__(self, response: str, answer: str, finished: bool) -> Verdict:
         """The verdict on one response; any text is answered, none raises."""
+        gold = extract_answer(answer, finished=True) or answer
         said = extract_answer(without_stop_text(response), finished=finished)
+        if plain(gold).lower() in NO_ANSWER:
+            return UNREADABLE if said is None else Verdict(0.0, _is_readable(said))
+        try:
+            value_gold(gold)
+        except ValueError:
+            return UNSCORABLE
         if said is None or not _is_readable(said):
             return UNREADABLE
-        gold = extract_answer(answer, finished=True) or answer
-        return Verdict(float(self._equal(plain(gold), plain(said))), True)
+        return self._compare(plain(gold), plain(said))
 
-    def _equal(self, gold: str, said: str) -> bool:
-        if gold.lower() in _NO_ANSWER:
-            return False
+    def _compare(self, gold: str, said: str) -> Verdict:
         gold_quantity, said_quantity = parse_quantity(gold), parse_quantity(said)
         if gold_quantity is not None and said_quantity is not None:
-            return gold_quantity.agrees_with(said_quantity)
+            return Verdict(float(gold_quantity.agrees_with(said_quantity)), True)
         if _squeezed(gold) == _squeezed(said):
-            return True
+            return Verdict(1.0, True)
         if ("," in gold) != ("," in said) or not (is_small_formula(gold) and is_small_formula(said)):
-            return False
-        with self._formulas:
-            return _formulas_equal(gold, said)
-
-
-def extract_answer(text: str, *, finished: bool) -> str | None:
-    """The line after the last `####`, else the inside of the last box; None when there is neither.
-
-    `finished=False` refuses a last line that more tokens might have continued.
-    """
-    _, marker, tail = text.rpartition(_MARKER)
-    if not marker:
-        return _last_boxed(text)
-    line, newline, _ = tail.partition("\n")
-    if not finished and not newline:
-        return None
-    line = line.strip().strip("*").strip()
-    return _last_boxed(line) or line
-
-
-def _last_boxed(text: str) -> str | None:
-    """What stands between the braces of the last closed `\\boxed{}` or `\\fbox{}`."""
-    inside = None
-    for match in _BOXED.finditer(text):
-        depth = 1
-        for place in range(match.end(), min(len(text), match.end() + _LONGEST_ANSWER + 1)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if depth == 0:
-                inside = text[match.end() : place].strip()
-                break
-    return inside
+            return Verdict(0.0, True)
+        outcome = self._formulas(gold, said)
+        return UNREADABLE if outcome.value is None else Verdict(float(outcome.value), True)
 
 
 def _is_readable(said: str) -> bool:
     """Whether there is an answer at all: a letter or digit beside LaTeX commands, and not an essay."""
-    return len(said) <= _LONGEST_ANSWER and any(c.isalnum() for c in re.sub(r"\\[A-Za-z]+", "", said))
+    return len(said) <= LONGEST_ANSWER and any(c.isalnum() for c in re.sub(r"\\[A-Za-z]+", "", said))
 
 
 def _squeezed(text: str) -> str:
@@ -100,7 +77,7 @@ def _squeezed(text: str) -> str:
 
 
 def is_small_formula(text: str) -> bool:
-    """Whether a formula may reach the symbolic parser, whose time must be bounded without a timeout.
+    """Whether a formula may reach the symbolic parser, whose time and reach must be bounded.
 
     Allowed are arithmetic, letters, a few commands, powers of a letter or digit by a letter or two digits,
     and two small powers of a group at most; no factorials, sums, integrals, towers, long numbers or words.
@@ -112,10 +89,11 @@ def is_small_formula(text: str) -> bool:
     return groups <= 2 and _FORMULA.fullmatch(rest) is not None and _TOO_LONG.search(rest) is None
 
 
-def _formulas_equal(gold: str, said: str) -> bool:
-    """Whether two small formulas are the same to math-verify; one that does not parse equals nothing."""
+def formulas_equal(gold: str, said: str) -> bool:
+    """Whether two small formulas are the same to math-verify; one that does not parse equals nothing. For a child."""
     from math_verify import LatexExtractionConfig, parse, verify  # sympy: seconds to import, rarely needed
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit: the child has one
     reader = [LatexExtractionConfig(boxed_match_priority=0)]
     gold_parts, said_parts = (
         parse(rf"\boxed{{{text}}}", reader, fallback_mode="no_fallback", parsing_timeout=None) for text in (gold, said)

@@ -1,26 +1,63 @@
-"""What a reward says about one response."""
+"""What a reward says about one response, and what it may know of the problem."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 _STOP_TEXT = re.compile(r"(?:\s*(?:<\|[^<>|\s]{1,40}\|>|</s>))+\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`reward` is what the advantage is made of; `parsed` says whether an answer could be read at all."""
+    """`reward` is what the advantage is made of; `parsed` says whether an answer could be read at all.
 
-    reward: float
+    `reward=None`: nobody can say, because the gold answer cannot be read. The sample enters no statistic.
+    """
+
+    reward: float | None
     parsed: bool
 
 
-Reward = Callable[[str, str, bool], Verdict]
+class Question(Protocol):
+    """What a reward may know of a problem."""
+
+    @property
+    def task(self) -> str:
+        """Name of the task that it comes from."""
+        ...
+
+    @property
+    def answer(self) -> str:
+        """The gold answer."""
+        ...
+
+    @property
+    def entry(self) -> Mapping[str, Any] | None:
+        """What the task's own rule needs beside it."""
+        ...
+
+
+Rule = Callable[[str, str, bool], Verdict]
 """(response text, gold answer, whether the response ended by itself) -> verdict. Never raises on any text."""
 
+
+@dataclass(frozen=True, slots=True)
+class NamedReward:
+    """One of a run's rewards: logged as `rewards/NAME`, added to the others by weight.
+
+    `score` takes the response's text, its problem and whether it ended by itself.
+    """
+
+    name: str
+    weight: float
+    score: Callable[[str, Question, bool], Verdict]
+
+
 UNREADABLE = Verdict(0.0, False)
+UNSCORABLE = Verdict(None, False)
 
 
 def without_stop_text(response: str) -> str:

@@ -1,0 +1,36 @@
+"""The `choice` reward: the letter of a multiple-choice answer."""
+
+from __future__ import annotations
+
+import re
+
+from megatron_grpo.rollout.rewards.extract import extract_answer
+from megatron_grpo.rollout.rewards.gold import NO_ANSWER, choice_gold
+from megatron_grpo.rollout.rewards.number import plain
+from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict, without_stop_text
+
+_LETTER = re.compile(r"[(\[]\s*([A-Za-z])\s*[)\]](?:[\s.:].*)?|([A-Za-z])(?:\s*[).:](?:\s.*)?)?", re.DOTALL)
+
+
+def choice_reward(response: str, answer: str, finished: bool) -> Verdict:
+    """1 iff the response's final answer, or all of it, begins with the gold letter standing alone.
+
+    `B`, `b`, `(B)`, `B.`, `B) because`, `**B**`, `\\boxed{\\text{B}}` and `Answer: (B) Paris` all say B; `Both` says
+    nothing.
+    """
+    if answer.strip().lower() in NO_ANSWER:
+        return UNREADABLE
+    try:
+        gold = choice_gold(answer)
+    except ValueError:
+        return UNSCORABLE
+    text = without_stop_text(response)
+    said = extract_answer(text, finished=finished)
+    if said is None:
+        if not finished:
+            return UNREADABLE
+        said = text
+    match = _LETTER.fullmatch(plain(said[:500]))
+    if match is None:
+        return UNREADABLE
+    return Verdict(float((match[1] or match[2]).upper() == gold), True)

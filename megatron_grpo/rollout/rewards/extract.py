@@ -1,0 +1,63 @@
+"""Where in a text the final answer stands."""
+
+from __future__ import annotations
+
+import re
+
+MARKER = "####"
+LONGEST_ANSWER = 200
+
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_WORD = re.compile(r"\banswer(?:[ \t]+is)?[ \t*]*:[ \t*]*([^\n]*)", re.IGNORECASE)
+
+
+def extract_answer(text: str, *, finished: bool) -> str | None:
+    """The line after the last `####`, else what the last box or `<answer>` holds, else the line after the last
+    `Answer:`; None where there is none of them.
+
+    `finished=False` refuses a last line that more tokens might have continued.
+    """
+    if MARKER in text:
+        return after_marker(text, finished=finished)
+    for closed in (last_boxed(text), last_tagged(text)):
+        if closed is not None:
+            return closed
+    return _after_word(text, finished=finished)
+
+
+def after_marker(text: str, *, finished: bool) -> str | None:
+    """The line after the last `####`, or the box in it; None without one, and on a line that is cut off."""
+    _, marker, tail = text.rpartition(MARKER)
+    line, newline, _ = tail.partition("\n")
+    if not marker or not (finished or newline):
+        return None
+    line = line.strip().strip("*").strip()
+    return last_boxed(line) or line
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands between the braces of the last closed `\\boxed{}` or `\\fbox{}`."""
+    inside = None
+    for match in _BOXED.finditer(text):
+        depth = 1
+        for place in range(match.end(), min(len(text), match.end() + LONGEST_ANSWER + 1)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                inside = text[match.end() : place].strip()
+                break
+    return inside
+
+
+def last_tagged(text: str) -> str | None:
+    """What stands in the last closed `<answer></answer>`."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return None if start < 0 else text[start + len("<answer>") : end].strip()
+
+
+def _after_word(text: str, *, finished: bool) -> str | None:
+    """The rest of the line after the last `Answer:`."""
+    matches = list(_WORD.finditer(text))
+    if not matches or not (finished or matches[-1].end() < len(text)):
+        return None
+    return matches[-1][1].strip().strip("*").strip()

@@ -1,0 +1,68 @@
+"""Gold answers as the rewards read them. ValueError says in words what is wrong with one."""
+
+from __future__ import annotations
+
+import re
+
+from megatron_grpo.rollout.rewards.extract import MARKER
+from megatron_grpo.rollout.rewards.number import parse_quantity, plain
+
+NO_ANSWER = {"", "none", "null", "nan"}
+
+_SIGN = {"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-"}
+_SIGN_SPACE = re.compile(r"^([+-])\s+")
+_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?")
+_LATEX_COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_PROSE = re.compile(r"[^\W\d_]{2,}[\s:,;]+[^\W\d_]{2,}")
+_CHOICE = re.compile(r"[(\[]?([A-Za-z])[)\].]?")
+
+
+def value_gold(answer: str) -> str:
+    """What follows the last `####`, or all; a number loses `$`, commas and a final dot.
+
+    Anything else is kept as it is (an expression, a LaTeX term, one word). Raises ValueError when nothing is
+    left, or when what is left is several lines or prose, which no reward could compare.
+    """
+    gold = _not_empty(answer.rsplit(MARKER, 1)[-1].strip())
+    for sign, ascii_sign in _SIGN.items():
+        gold = gold.replace(sign, ascii_sign)
+    number = _SIGN_SPACE.sub(r"\1", gold.replace("$", "").strip())
+    if _NUMBER.fullmatch(number) and any(character.isdigit() for character in number):
+        return number.replace(",", "").removesuffix(".").removeprefix("+")
+    if "\n" in gold or _PROSE.search(_LATEX_COMMAND.sub(" ", gold)):
+        raise ValueError(
+            f"its answer {_shown(gold)} is prose, not a value (write a value, or end a solution in '#### value')"
+        )
+    return gold
+
+
+def number_gold(answer: str) -> str:
+    """A value that is a number, with a unit or not; raises ValueError for any other."""
+    gold = value_gold(answer)
+    if parse_quantity(plain(gold)) is None:
+        raise ValueError(f"its answer {_shown(gold)} is not a number (reward.kind=gsm8k compares numbers)")
+    return gold
+
+
+def choice_gold(answer: str) -> str:
+    """One letter, with or without brackets, in upper case; raises ValueError for anything else."""
+    gold = _not_empty(answer.rsplit(MARKER, 1)[-1].strip())
+    match = _CHOICE.fullmatch(gold)
+    if match is None:
+        raise ValueError(f"its answer {_shown(gold)} is not one letter (reward.kind=choice compares letters)")
+    return match[1].upper()
+
+
+def any_gold(answer: str) -> str:
+    """The answer as it is."""
+    return answer
+
+
+def _not_empty(gold: str) -> str:
+    if gold.lower() in NO_ANSWER:
+        raise ValueError(f"its answer is empty ({gold!r})")
+    return gold
+
+
+def _shown(gold: str) -> str:
+    return repr(gold if len(gold) <= 60 else gold[:57] + "...")

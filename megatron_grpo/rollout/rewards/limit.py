@@ -1,0 +1,117 @@
+"""A function in a process of its own, with a time limit a call: works from any thread and in any process.
+
+The child kills itself when a call takes too long, even inside a library's C code, and its parent starts another. What
+crosses to it is pickled by us; what comes back is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import subprocess
+import sys
+import time
+import weakref
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+START_LIMIT_S = 120.0
+"""For the child's imports."""
+GRACE_S = 1.0
+"""Beyond the limit, after which the parent does not wait for the child to end itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call came to: `value`, or why there is none (`late`, or the error's text)."""
+
+    value: Any = None
+    late: bool = False
+    error: str | None = None
+
+
+class LimitedFunction:
+    """Calls `target` (`module:name`) in a child that is started at the first call. Safe in threads: one at a time.
+
+    Args:
+        limit_s: seconds that one call may take, the start of the child apart.
+        memory_gib: address space of the child; None: no limit.
+    """
+
+    def __init__(self, target: str, *, limit_s: float, memory_gib: float | None = None) -> None:
+        self._target, self._limit_s, self._memory_gib = target, limit_s, memory_gib
+        self._lock = Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the child, if it is not running. Raises ValueError, in words, when `target` cannot be imported."""
+        with self._lock:
+            self._started()
+
+    def __call__(self, *args: Any) -> Outcome:
+        """What `target(*args)` returns, as JSON knows it. Never raises on what the function does."""
+        with self._lock:
+            child = self._started()
+            assert child.stdin is not None
+            message = pickle.dumps(args)
+            try:
+                child.stdin.write(len(message).to_bytes(8, "big") + message)
+                child.stdin.flush()
+                reply = self._read(child, self._limit_s + GRACE_S)
+            except BrokenPipeError:
+                reply = None
+            if reply is None:
+                self.close()
+                return Outcome(late=True)
+            return Outcome(**json.loads(reply))
+
+    def close(self) -> None:
+        """End the child."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            for pipe in (self._child.stdin, self._child.stdout):
+                assert pipe is not None
+                try:
+                    pipe.close()
+                except BrokenPipeError:  # what was not yet flushed has nobody to go to
+                    continue
+            self._child = None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._child is not None:
+            return self._child
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        limits = (str(self._limit_s), str(self._memory_gib or 0.0))
+        child = self._child = subprocess.Popen(
+            [sys.executable, "-m", "megatron_grpo.rollout.rewards.child", self._target, *limits],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # a signal to the run's group is not for it: it ends with its stdin
+        )
+        weakref.finalize(self, child.kill)
+        ready = self._read(child, START_LIMIT_S)
+        if ready != "ready":
+            self.close()
+            raise ValueError(json.loads(ready)["error"] if ready else "its process ended or did not get ready")
+        return child
+
+    def _read(self, child: subprocess.Popen[bytes], seconds: float) -> str | None:
+        """One line from the child; None when it ends, or says nothing in time."""
+        assert child.stdout is not None
+        deadline, data = time.monotonic() + seconds, b""
+        waiting = select.poll()  # select() knows no file beyond the 1024th
+        waiting.register(child.stdout, select.POLLIN)
+        while not data.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not waiting.poll(left * 1000):
+                return None
+            chunk = os.read(child.stdout.fileno(), 1 << 16)
+            if not chunk:
+                return None
+            data += chunk
+        return data.decode().strip()

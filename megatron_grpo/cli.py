@@ -104,7 +104,7 @@ def evaluate(
         chosen = [f"model.path={json.dumps(str(model.absolute()))}"]
         if any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             chosen.append(f"tokenizer.path={json.dumps(str(model.absolute()))}")
-        alone = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1"]
+        alone = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "parallel.reward_stage=false"]
         cfg = _checked(file, [*(overrides or []), *chosen, *alone])
         from megatron_grpo.launch import require_engines
 
@@ -286,11 +286,15 @@ def _checked(config: Path, overrides: list[str] | None) -> Config:
 
 
 def _check_problems(cfg: Config) -> None:
-    """Every row of the data and every gold answer, and functions that score: before any rank starts."""
+    """Every row of the data and every gold answer, and functions and models that score: before any rank starts."""
     from megatron_grpo.data import Reading, build_task
     from megatron_grpo.rollout.rewards import build_rewards, gold_reader
 
     build_rewards(cfg.reward)
+    if cfg.reward.models:
+        from megatron_grpo.backends.reward_models import check_reward_models
+
+        check_reward_models(cfg)
     build_task(cfg.data, cfg.train.seed, Reading(gold_reader(cfg.reward)))
 
 
@@ -320,7 +324,8 @@ def _check_world(cfg: Config, world: str | None) -> None:
         parallel = cfg.parallel
         raise ConfigError(
             f"WORLD_SIZE={world}: the config needs {cfg.world_size} ranks (parallel.tensor={parallel.tensor}"
-            f" x pipeline={parallel.pipeline} x data={parallel.data}); start as many, or change parallel"
+            f" x pipeline={parallel.pipeline}{' + reward_stage' * parallel.reward_stage} x data={parallel.data}); "
+            "start as many, or change parallel"
         )
 
 

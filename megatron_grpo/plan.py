@@ -4,7 +4,15 @@ from contextlib import suppress
 
 from rich.table import Table
 
-from megatron_grpo.config import DIRECTIONS, BoundaryConfig, Config, ConfigError, Direction, layer_split
+from megatron_grpo.config import (
+    DIRECTIONS,
+    BoundaryConfig,
+    Config,
+    ConfigError,
+    Direction,
+    layer_split,
+    reward_name,
+)
 from megatron_grpo.config.checks import read_model
 from megatron_grpo.config.engine import read_settings
 
@@ -75,7 +83,10 @@ def _table(title: str, rows: dict[str, str]) -> Table:
 
 def _ranks(config: Config, layers: int | None) -> dict[str, str]:
     parallel = config.parallel
-    factors = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {parallel.data}"
+    stages = (
+        f"(pipeline {parallel.pipeline} + reward stage)" if parallel.reward_stage else f"pipeline {parallel.pipeline}"
+    )
+    factors = f"tensor {parallel.tensor} x {stages} x data {parallel.data}"
     rows = {"world": f"{config.world_size} = {factors}"}
     if layers is not None:
         split = layer_split(layers, parallel.pipeline)
@@ -96,9 +107,12 @@ def _batch(config: Config) -> dict[str, str]:
     return {
         "sequences": f"{sequences} = {grpo.prompts_per_step} prompts x {grpo.group_size} responses",
         "ticks": f"{grpo.minibatches} of {rows:g} sequences on each of {data} replica{'s'[: data != 1]}",
-        "micro-batches": f"{rows / micro:g} of {micro} a tick; {config.in_flight} in flight at sampling",
+        "micro-batches": (
+            f"{rows / micro:g} of {micro} a tick; {config.sampling_micro_batches} at sampling, {config.in_flight} in "
+            "flight"
+        ),
         "problems": ", ".join(source.task for source in config.data.sources),
-        "rewards": " + ".join(f"{weight:g} {name}" for name, weight in config.reward.weighted.items()),
+        "rewards": " + ".join(f"{weight:g} {reward_name(kind)}" for kind, weight in config.reward.weighted.items()),
         "lengths": f"prompt up to {config.data.max_prompt}, response up to {rollout.max_response} tokens",
         "run": f"{config.train.steps} steps = {config.ticks} ticks",
     }

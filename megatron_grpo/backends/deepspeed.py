@@ -214,7 +214,7 @@ class PolicyEngine:
         for gradient, counts in zip(self.gradients(), self.counted_once(), strict=True):
             if counts:
                 total += gradient.double().square().sum()
-        return sum_over(total, None).sqrt()
+        return sum_over(total, self.groups.policy).sqrt()
 
     def step(self, lr: float) -> None:
         """One optimizer step from :meth:`gradients`, which are consumed. Collective over the data-parallel group."""

@@ -23,6 +23,7 @@ class Tokenizer:
         bos_id: put before every text, if the tokenizer does so; ``None`` if there is none.
         eos_ids: any of them ends a response: the tokenizer's and those of generation_config.json.
         pad_id: the tokenizer's, or an end id where it has none.
+        vocabulary: the id of every token.
         size: one more than the largest id, to compare with the vocabulary of the model.
     """
 
@@ -33,7 +34,8 @@ class Tokenizer:
         own_eos: int | None = tokenizer.eos_token_id
         fallback = min(eos_ids) if own_eos is None else own_eos
         self.pad_id: int = fallback if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.size: int = 1 + max(tokenizer.get_vocab().values())
+        self.vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self.size: int = 1 + max(self.vocabulary.values())
         marked = tokenizer.encode("0")
         self._adds_bos = self.bos_id is not None and marked[:1] == [self.bos_id]
 

@@ -4,7 +4,7 @@ from .checks import check_config
 from .engine import deepspeed_settings
 from .errors import ConfigError
 from .loading import load_config, write_resolved
-from .problems import DataConfig, RewardConfig, SourceConfig
+from .problems import DataConfig, RewardConfig, SourceConfig, reward_name
 from .root import Config, layer_split
 from .sections import (
     DIRECTIONS,
@@ -51,5 +51,6 @@ __all__ = [
     "deepspeed_settings",
     "layer_split",
     "load_config",
+    "reward_name",
     "write_resolved",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 from .engine import conflicts, read_settings
 from .errors import ConfigError
 from .files import data_errors, tokenizer_size, weight_errors
+from .problems import reward_name
 from .root import Config
 from .sections import DIRECTIONS, BoundaryConfig, GrpoConfig
 
@@ -156,6 +157,11 @@ def _geometry(config: Config) -> Iterator[str]:
     stages = config.pipeline_ranks
     if config.in_flight < stages:
         yield f"rollout.in_flight={config.in_flight} leaves stages idle; use at least {stages}"
+    if config.sampling_micro_batches < config.in_flight:
+        yield (
+            f"rollout.micro_batches={config.rollout.micro_batches}: are fewer than the {config.in_flight} in flight; "
+            f"use at least {config.in_flight}"
+        )
 
 
 def _importance(grpo: GrpoConfig) -> Iterator[str]:
@@ -173,6 +179,9 @@ def _rewards(config: Config) -> Iterator[str]:
     for kind in reward.weighted:
         if kind in ("math", "gsm8k", "choice") and any(source.task == "chain_sum" for source in config.data.sources):
             yield f"reward.kind={kind}: answers of data.task=chain_sum have no #### or box; use exact"
+    names = [reward_name(kind) for kind in reward.weighted]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"reward.weights: {name} are several, which the metrics would mix; give their folders different names"
 
 
 def _nearest_multiples(value: int, unit: int) -> list[int]:

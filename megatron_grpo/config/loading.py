@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from .checks import check_config
 from .errors import ConfigError
-from .problems import MixedSource
+from .problems import REWARD_MODEL, MixedSource
 from .root import Config
 
 Raw = dict[str, Any]
@@ -148,13 +148,36 @@ def _resolve_paths(raw: Raw, folder: Path) -> list[str]:
                 continue
             found = _find(value, folder)
             if found is None:
-                errors.append(
-                    f"{holder}.{name}={value}: not found in {folder}, the folders above it or {Path.cwd()}; "
-                    "give a path relative to the config file, or an absolute one"
-                )
+                errors.append(f"{holder}.{name}={value}: {_nowhere(folder)}")
             else:
                 values[name] = str(found)
+    return errors + _resolve_reward_models(raw.get("reward"), folder)
+
+
+def _resolve_reward_models(reward: Any, folder: Path) -> list[str]:
+    """The same of the reward models in section ``reward``, whose paths are parts of names."""
+    errors = []
+
+    def resolved(kind: Any) -> Any:
+        path = kind.removeprefix(REWARD_MODEL) if isinstance(kind, str) and kind.startswith(REWARD_MODEL) else ""
+        found = _find(path, folder)
+        if path and found is None:
+            errors.append(f"reward.kind={kind}: {_nowhere(folder)}")
+        return f"{REWARD_MODEL}{found}" if path and found else kind
+
+    if isinstance(reward, dict):
+        if "kind" in reward:
+            reward["kind"] = resolved(reward["kind"])
+        if isinstance(reward.get("weights"), dict):
+            reward["weights"] = {resolved(kind): weight for kind, weight in reward["weights"].items()}
     return errors
+
+
+def _nowhere(folder: Path) -> str:
+    return (
+        f"not found in {folder}, the folders above it or {Path.cwd()}; "
+        "give a path relative to the config file, or an absolute one"
+    )
 
 
 def _holders(raw: Raw, section: str) -> list[tuple[str, Raw]]:

@@ -1,6 +1,7 @@
 """The sections that say what is asked and what is right: ``data`` and ``reward``."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -86,20 +87,30 @@ class DataConfig(SourceConfig):
 
 
 REWARDS = ("exact", "math", "gsm8k", "choice", "format")
-"""Rewards by name; ``python:package.module:function`` is the user's own."""
+"""Rewards by name; ``python:package.module:function`` is the user's own, ``model:PATH`` a reward model."""
+REWARD_MODEL = "model:"
 
 
 def _check_reward(kind: str) -> str:
     module, colon, name = kind.removeprefix("python:").partition(":")
-    if kind not in REWARDS and not (kind.startswith("python:") and module and colon and name):
-        raise ValueError(f"is not a reward; use {', '.join(REWARDS)} or python:package.module:function")
+    is_function = kind.startswith("python:") and module and colon and name
+    if kind not in REWARDS and not is_function and kind.removeprefix(REWARD_MODEL) in ("", kind):
+        raise ValueError(f"is not a reward; use {', '.join(REWARDS)}, python:package.module:function or model:PATH")
     return kind
+
+
+def reward_name(kind: str) -> str:
+    """What the metrics call a reward: a model's path is its last folder's name."""
+    folder = kind.rstrip("/").rpartition("/")[2]
+    return REWARD_MODEL + folder.removeprefix(REWARD_MODEL) if kind.startswith(REWARD_MODEL) else kind
 
 
 class RewardConfig(Section):
     kind: str = "exact"
     """exact: the task's own rule; math: the answer is compared as a number or formula; gsm8k: as the number after the
-    last ####; choice: as a letter; format: thoughts in think tags; python:package.module:function: your own."""
+    last ####; choice: as a letter; format: thoughts in think tags; python:package.module:function: your own;
+    model:PATH: what a sequence classifier with one label says of prompt and response, which it reads in the policy's
+    own tokens."""
     weights: dict[str, float] = {}  # noqa: RUF012  # pydantic copies defaults
     """Several rewards in place of kind, each with its weight in their sum: {math: 1.0, format: 0.2}."""
     flexible: bool = False
@@ -128,3 +139,8 @@ class RewardConfig(Section):
     def weighted(self) -> dict[str, float]:
         """The run's rewards and their weights."""
         return self.weights or {self.kind: 1.0}
+
+    @property
+    def models(self) -> dict[str, Path]:
+        """The directory of each reward model, by reward."""
+        return {kind: Path(kind.removeprefix(REWARD_MODEL)) for kind in self.weighted if kind.startswith(REWARD_MODEL)}

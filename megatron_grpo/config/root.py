@@ -59,13 +59,18 @@ class Config(Section):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run: tensor x pipeline x data, or 1 where all stages are in one process."""
-        return self.parallel.tensor * self.pipeline_ranks * self.parallel.data
+        """Ranks of the run: tensor x (pipeline + reward stage) x data; stages in one process are one."""
+        return self.parallel.tensor * (self.pipeline_ranks + self.parallel.reward_stage) * self.parallel.data
 
     @property
     def in_flight(self) -> int:
         """Micro-batches that the sampler keeps under way."""
         return self.rollout.in_flight or self.pipeline_ranks
+
+    @property
+    def sampling_micro_batches(self) -> int:
+        """Micro-batches that the sampler cuts a batch into."""
+        return self.rollout.micro_batches or self.in_flight
 
     @property
     def sequences_per_step(self) -> int:

@@ -53,20 +53,13 @@ class ParallelConfig(Section):
     placement: Literal["ranks", "one_process"] = "ranks"
     """one_process: all stages in one process, through the same codecs; for studies on one device."""
     reward_stage: bool = False
-    """Reserved: one more stage that scores while the policy samples."""
+    """One more stage, behind the policy's: it scores finished micro-batches while the policy samples the next ones."""
     timeout_s: PositiveFloat = 600.0
     """Longest wait on any link, in seconds."""
     threads: Positive = 1
     """CPU threads of one rank."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl where there is a GPU, gloo elsewhere."""
-
-    @field_validator("reward_stage")
-    @classmethod
-    def _no_reward_stage(cls, value: bool) -> bool:
-        if value:
-            raise ValueError("is not available yet; set it to false")
-        return value
 
 
 class BoundaryConfig(Section):
@@ -275,6 +268,9 @@ class RolloutConfig(Section):
     """Median |trainer - sampler| log-prob, in nats, up to which auto samples through the codec."""
     in_flight: Positive | None = None
     """Micro-batches under way at once; parallel.pipeline when absent."""
+    micro_batches: Positive | None = None
+    """Micro-batches that a replica's sequences are sampled in; in_flight when absent. Of more, a finished one makes
+    room for the next, and a reward stage scores it meanwhile."""
 
 
 class OptimConfig(Section):
@@ -320,3 +316,5 @@ class TrainConfig(Section):
 class LoggingConfig(Section):
     tensorboard: bool = True
     wandb: bool = False
+    timeline: bool = False
+    """Every rank notes when it sampled and scored, in timeline/ of the run directory."""

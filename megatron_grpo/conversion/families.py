@@ -5,7 +5,7 @@ A field that changes the forward and is not expressed here is refused, never ign
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megatron_grpo.config import ConfigError
@@ -13,6 +13,8 @@ from megatron_grpo.config import ConfigError
 Norm = Literal["RMSNorm", "LayerNorm"]
 Positions = Literal["rope", "learned"]
 Activation = Literal["swiglu", "gelu_tanh"]
+Head = Literal["vocabulary", "score"]
+"""What a model says of a column: how likely each next token is, or one number."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -128,6 +130,7 @@ class Family:
         kv_groups: number of KV groups where config.json leaves it out; ``None`` is one per head.
         head_dim: head width where config.json leaves it out; ``None`` is hidden / heads.
         norm_eps: where config.json leaves it out; ``tied`` likewise.
+        head: a ``score`` head is never tied to the embedding.
     """
 
     sizes: Mapping[str, str] = field(default_factory=lambda: LLAMA_SIZES)
@@ -143,6 +146,7 @@ class Family:
     activation: Activation = "swiglu"
     norm_eps: float = 1e-6
     tied: bool = False
+    head: Head = "vocabulary"
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -163,6 +167,17 @@ FAMILIES: Mapping[str, Family] = {
         tied=True,
     ),
 }
+
+SCORERS: Mapping[str, Family] = {
+    name.replace("ForCausalLM", "ForSequenceClassification"): replace(
+        family, idle=family.idle | {"num_labels"}, head="score"
+    )
+    for name, family in FAMILIES.items()
+    if name.endswith("ForCausalLM")
+}
+"""Sequence classifiers over the same bodies; one with a single label is a reward model."""
+DEFAULT_LABELS = 2
+"""What transformers takes where config.json says nothing."""
 
 _GEMMA = "scales its embedding by the root of the hidden size and its norms by 1 + weight"
 _GEMMA3 = f"{_GEMMA}, normalises what attention and MLP return, and has a second RoPE base for its sliding windows"
@@ -197,17 +212,36 @@ class ModelShape:
     norm: Norm
     positions: Positions
     activation: Activation
+    head: Head
 
 
-def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
+def scorer_shape(hf_config: Mapping[str, Any]) -> ModelShape:
+    """Read the config.json of a sequence classifier with one label.
+
+    Raises:
+        ConfigError: it is another model, has several labels, or see :func:`model_shape`.
+    """
+    shape = model_shape(hf_config, SCORERS)
+    labels = hf_config.get("num_labels") or len(hf_config.get("id2label") or range(DEFAULT_LABELS))
+    if labels != 1:
+        raise ConfigError(
+            f"{labels} labels in config.json: a reward is one number; use a sequence classifier with num_labels=1"
+        )
+    return shape
+
+
+def model_shape(hf_config: Mapping[str, Any], families: Mapping[str, Family] = FAMILIES) -> ModelShape:
     """Read the content of a config.json.
+
+    Args:
+        families: the architectures that will do.
 
     Raises:
         ConfigError: the architecture is unknown, a size is missing or impossible, a field changes the
             forward in a way that is not expressed here, or nobody here knows what a field does.
     """
-    name = _family_name(hf_config)
-    family = FAMILIES[name]
+    name = _family_name(hf_config, families)
+    family = families[name]
     _refuse_other_values(hf_config, family.fixed, "")
     _refuse_sliding_layers(hf_config)
     _refuse_unknown(hf_config, family)
@@ -224,7 +258,7 @@ def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
         vocab=_size(hf_config, key["vocab"]),
         norm_eps=_positive(hf_config, key["norm_eps"], family.norm_eps),
         rope_theta=_rope_theta(hf_config),
-        tied=bool(hf_config.get("tie_word_embeddings", family.tied)),
+        tied=family.head == "vocabulary" and bool(hf_config.get("tie_word_embeddings", family.tied)),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         max_positions=_size(hf_config, key["positions"]),
@@ -232,17 +266,18 @@ def model_shape(hf_config: Mapping[str, Any]) -> ModelShape:
         norm=family.norm,
         positions=family.positions,
         activation=family.activation,
+        head=family.head,
     )
 
 
-def _family_name(hf_config: Mapping[str, Any]) -> str:
+def _family_name(hf_config: Mapping[str, Any], families: Mapping[str, Family]) -> str:
     names = hf_config.get("architectures") or [None]
-    if len(names) == 1 and names[0] in FAMILIES:
+    if len(names) == 1 and names[0] in families:
         return str(names[0])
     why = f" (it {REFUSED[names[0]]}, which Megatron's local layer spec cannot)" if names[0] in REFUSED else ""
     raise ConfigError(
         f"architectures={hf_config.get('architectures')} in config.json is not supported{why}; use a model of "
-        + ", ".join(FAMILIES)
+        + ", ".join(families)
     )
 
 

@@ -1,8 +1,8 @@
 """What the tensors of a model are called in Megatron and in Hugging Face directories, as tables.
 
 Megatron names are those of ``GPTModel`` with ``get_gpt_layer_local_spec`` (megatron-core 0.16.1).
-Legend of dimensions: A queries, keys and values together, D head width, F feed-forward, H hidden, K keys (KV groups
-x D), P positions, Q queries (heads x D), V vocabulary.
+Legend of dimensions: 1 one, A queries, keys and values together, D head width, F feed-forward, H hidden, K keys (KV
+groups x D), P positions, Q queries (heads x D), V vocabulary.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_grpo.config import ConfigError
-from megatron_grpo.conversion.families import FAMILIES, ModelShape
+from megatron_grpo.conversion.families import FAMILIES, SCORERS, ModelShape
 
 How = Literal["column", "row", "replicated", "qkv", "gate_up", "vocab"]
 
@@ -31,7 +31,7 @@ def check_tensor_size(shape: ModelShape, tensor: int, option: str = "parallel.te
     Raises:
         ConfigError: names each size that does not divide, and the sizes that do.
     """
-    key = FAMILIES[shape.family].sizes
+    key = {**FAMILIES, **SCORERS}[shape.family].sizes
     sizes = {key["heads"]: shape.heads, key["ffn"]: shape.ffn}
     if "kv_groups" in key:
         sizes[key["kv_groups"]] = shape.kv_groups
@@ -146,6 +146,10 @@ TABLES = {
     "Qwen3ForCausalLM": replace(LLAMA, layer=LLAMA_LAYER + QK_NORM),
     "GPT2LMHeadModel": GPT2,
 }
+SCORE_HEAD = _weight("output_layer.weight", "score.weight", "1H", "replicated")
+TABLES |= {
+    name: replace(TABLES[name.replace("ForSequenceClassification", "ForCausalLM")], head=SCORE_HEAD) for name in SCORERS
+}
 # Buffers that old exports carry; they follow from the config.
 DERIVED_ENDINGS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -204,6 +208,7 @@ def part_shapes(shape: ModelShape, weight: Weight) -> tuple[tuple[int, ...], ...
     """The shapes of ``weight.hf``."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_groups * shape.head_dim
     size = {
+        "1": 1,
         "A": queries + 2 * keys,
         "D": shape.head_dim,
         "F": shape.ffn,

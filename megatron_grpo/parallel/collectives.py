@@ -49,9 +49,9 @@ class VocabShards:
         return result
 
 
-def sum_over(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """In-place sum over ``group`` (``None``: the world); returns ``x``. Collective."""
-    if (dist.get_world_size() if group is None else group.size()) > 1:
+def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """In-place sum over ``group``; returns ``x``. Collective."""
+    if group.size() > 1:
         dist.all_reduce(x, group=group)
     return x
 

@@ -1,12 +1,14 @@
 """Sampling as a pipeline program: micro-batches circle through the stages, ids come back from the last one.
 
-Every rank runs the same loop over (column, micro-batch). Sends never block and receives follow one order, so a stage
-works on one micro-batch while the others hold the rest. Legend: B micro-batch, P prompt columns, R response columns,
+Every rank runs the same loop over the micro-batches in flight, a column of each in turn. Sends never block and receives
+follow one order, so a stage works on one micro-batch while the others hold the rest. Where a batch is cut into more
+than are in flight, a finished one makes room for the next. Legend: B micro-batch, P prompt columns, R response columns,
 N live rows, H hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -20,13 +22,13 @@ from megatron_grpo.rollout.batch import Batch, pad_prompts
 
 
 class DecodeStage(Protocol):
-    """The layers of one stage with a KV cache for each micro-batch."""
+    """The layers of one stage with a KV cache for each place in flight."""
 
-    def open(self, micro: int, padding_BP: torch.Tensor, columns: int) -> None:
+    def open(self, place: int, padding_BP: torch.Tensor, columns: int) -> None:
         """Make an empty cache of ``columns`` columns; ``padding_BP`` is True on left padding."""
         ...
 
-    def forward(self, micro: int, x: torch.Tensor, start: int, rows: Rows) -> torch.Tensor:
+    def forward(self, place: int, x: torch.Tensor, start: int, rows: Rows) -> torch.Tensor:
         """Run columns from ``start``: ids ``[B, n]`` on the first stage, hidden ``[B, n, H]`` elsewhere.
 
         ``rows`` are those that carry tokens.
@@ -63,19 +65,32 @@ class SamplingRule:
 
 
 @dataclass(frozen=True, slots=True)
+class Finished:
+    """A micro-batch of which every response has ended.
+
+    Attributes:
+        rows: of the batch.
+        responses_BR: int64 ids, padded on the right.
+        lengths_B: tokens of each, the end token included.
+    """
+
+    rows: slice
+    responses_BR: torch.Tensor
+    lengths_B: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Block:
     """Columns that go through the stages at once: the prompt, or the id drawn last.
 
     Attributes:
         carrying_Bn: True on columns whose rows cross (no padding, no finished sequence).
         start: first column in the sequence.
-        column: the response column whose id this block decides.
     """
 
     ids_Bn: torch.Tensor
     carrying_Bn: torch.Tensor
     start: int
-    column: int
 
 
 @dataclass(slots=True)
@@ -87,8 +102,13 @@ class _Micro:
     logp_BR: torch.Tensor
     live_B: torch.Tensor
     lengths_B: torch.Tensor
+    column: int = 0  # to be decided next
     memory: SequenceMemory = field(default_factory=SequenceMemory)
     sends: list[dist.Work] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.column == self.ids_BR.shape[1] or not bool(self.live_B.any())
 
     def wait_for_sends(self) -> None:
         """Let go of what was sent for the column before: its ids are back, so all of it has arrived."""
@@ -114,6 +134,7 @@ class PipelineSampler:
         groups: where this rank stands.
         stages: of the policy; the ids go back to all but the last, wherever they are.
         in_flight: micro-batches in the pipeline at a time; at least the number of stages keeps every stage busy.
+        micro_batches: that a batch is cut into.
         ledger: counts the ids that go back.
         device: where the work happens.
     """
@@ -126,20 +147,29 @@ class PipelineSampler:
         *,
         stages: int,
         in_flight: int,
+        micro_batches: int,
         ledger: Ledger,
         device: torch.device,
     ) -> None:
         self._stage, self._link, self._groups = stage, link, groups
-        self._stages, self._in_flight, self._ledger, self._device = stages, in_flight, ledger, device
+        self._stages, self._in_flight, self._micro_batches = stages, in_flight, micro_batches
+        self._ledger, self._device = ledger, device
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Sequence[int]], row_ids: torch.Tensor, rule: SamplingRule) -> Batch:
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        row_ids: torch.Tensor,
+        rule: SamplingRule,
+        hand_on: Callable[[Finished], None] = lambda done: None,
+    ) -> Batch:
         """Sample one response a prompt. Collective over the replica.
 
         Args:
             prompts: ids of each prompt.
             row_ids: int64 ``[B]``; with the rule's seed and the column they alone decide a draw, so a sequence is the
                 same in any batch, in any number of micro-batches.
+            hand_on: given every micro-batch as soon as it has ended, each once, on every rank.
 
         Returns:
             The same batch on every rank, advantages zero. Sampler log-probs are true on the last stage, zero elsewhere.
@@ -149,31 +179,31 @@ class PipelineSampler:
         prompt_columns = tokens_BP.shape[1]
         micros = self._split(len(prompts), rule)
         padding_BP = torch.arange(prompt_columns, device=self._device) < (prompt_columns - lengths_B)[:, None]
-        for column in range(rule.max_response):
-            if column > 0 and not any(bool(micro.live_B.any()) for micro in micros):
-                break
-            for number, micro in enumerate(micros):
-                if column > 0:
-                    self._learn(micro, column - 1, rule)
-                    micro.wait_for_sends()
-                if not bool(micro.live_B.any()):
+        waiting = iter(micros)
+        flight: list[_Micro | None] = list(islice(waiting, self._in_flight))
+        while any(flight):
+            for place, micro in enumerate(flight):
+                if micro is None:
                     continue
-                if column == 0:
+                self._learn(micro, rule)
+                if micro.is_finished:
+                    hand_on(Finished(micro.rows, micro.ids_BR, micro.lengths_B))
+                    flight[place] = micro = next(waiting, None)
+                    if micro is None:
+                        continue
+                if micro.column == 0:
                     padding = padding_BP[micro.rows]
-                    self._stage.open(number, padding, prompt_columns + rule.max_response - 1)
-                    block = _Block(tokens_BP[micro.rows], ~padding, start=0, column=0)
+                    self._stage.open(place, padding, prompt_columns + rule.max_response - 1)
+                    block = _Block(tokens_BP[micro.rows], ~padding, start=0)
                 else:
-                    ids = micro.ids_BR[:, column - 1 : column]
-                    block = _Block(ids, micro.live_B[:, None], start=prompt_columns + column - 1, column=column)
-                self._advance(number, micro, block, row_ids, rule)
-        for micro in micros:
-            self._learn(micro, rule.max_response - 1, rule)
-            micro.wait_for_sends()
+                    ids = micro.ids_BR[:, micro.column - 1 : micro.column]
+                    block = _Block(ids, micro.live_B[:, None], start=prompt_columns + micro.column - 1)
+                self._advance(place, micro, block, row_ids, rule)
         return self._assemble(tokens_BP, lengths_B, micros)
 
     def _split(self, batch: int, rule: SamplingRule) -> list[_Micro]:
-        """About equal micro-batches, at most ``in_flight``."""
-        size = -(-batch // self._in_flight)
+        """About equal micro-batches, at most ``micro_batches``."""
+        size = -(-batch // self._micro_batches)
         micros = []
         for start in range(0, batch, size):
             count = min(size, batch - start)
@@ -189,14 +219,15 @@ class PipelineSampler:
             )
         return micros
 
-    def _advance(self, number: int, micro: _Micro, block: "_Block", row_ids: torch.Tensor, rule: SamplingRule) -> None:
+    def _advance(self, place: int, micro: _Micro, block: "_Block", row_ids: torch.Tensor, rule: SamplingRule) -> None:
         """One micro-batch through this stage; the last stage draws the next ids and sends them back."""
-        ids_Bn, carrying_Bn, start, column = block.ids_Bn, block.carrying_Bn, block.start, block.column
+        ids_Bn, carrying_Bn, start, column = block.ids_Bn, block.carrying_Bn, block.start, micro.column
         rows = carrying_rows(carrying_Bn, ids_Bn, start=start, memory=micro.memory)
         x = ids_Bn
         if not self._groups.is_first_stage:
             x = rows.scatter(self._link.receive_rows(rows), ids_Bn.shape[1]).transpose(0, 1)
-        out = self._stage.forward(number, x, start, rows)
+        micro.column += 1
+        out = self._stage.forward(place, x, start, rows)
         if not self._groups.is_last_stage:
             micro.sends.append(self._link.send_rows(rows.select(out.transpose(0, 1)), rows))
             return
@@ -214,13 +245,13 @@ class PipelineSampler:
         self._send_back(micro, ids_N)
         micro.record(column, ids_N, rule)
 
-    def _learn(self, micro: _Micro, column: int, rule: SamplingRule) -> None:
-        """On every stage but the last: receive the ids of ``column`` for the rows that were live."""
-        if self._groups.is_last_stage or not bool(micro.live_B.any()):
-            return
-        ids_N = torch.empty(int(micro.live_B.sum()), dtype=torch.int32, device=self._device)
-        dist.recv(ids_N, src=self._groups.last_stage_rank, group=self._groups.feedback)
-        micro.record(column, ids_N, rule)
+    def _learn(self, micro: _Micro, rule: SamplingRule) -> None:
+        """Enter what the last stage drew for the live rows, which it alone knows yet; then nothing is on its way."""
+        if not self._groups.is_last_stage and micro.column > 0:
+            ids_N = torch.empty(int(micro.live_B.sum()), dtype=torch.int32, device=self._device)
+            dist.recv(ids_N, src=self._groups.last_stage_rank, group=self._groups.feedback)
+            micro.record(micro.column - 1, ids_N, rule)
+        micro.wait_for_sends()
 
     def _send_back(self, micro: _Micro, ids_N: torch.Tensor) -> None:
         for stage in range(self._groups.layout.pipeline - 1):

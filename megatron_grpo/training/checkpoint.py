@@ -44,7 +44,7 @@ def save_checkpoint(
     tick = progress.steps * cfg.grpo.minibatches
     leads = policy.groups.rank == 0
     with folder.saving(tick) if leads else nullcontext():
-        dist.barrier()
+        dist.barrier(policy.groups.policy)
         target = folder.temporary(tick)
         with folder.writing(tick):
             policy.engine.save(target, ENGINE)
@@ -53,8 +53,8 @@ def save_checkpoint(
             with folder.writing(tick):
                 _carry(cfg, target / CARRIED)
             write_json_atomic(target / RUN_FILE, asdict(progress) | {"settings": fixed_settings(cfg)})
-        dist.barrier()
-    dist.barrier()
+        dist.barrier(policy.groups.policy)
+    dist.barrier(policy.groups.policy)
 
 
 def _carry(cfg: Config, folder: Path) -> None:

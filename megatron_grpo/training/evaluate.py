@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from megatron_grpo.backends.huggingface import load_tokenizer
+from megatron_grpo.backends.reward_models import check_reward_models
 from megatron_grpo.config import Config, deepspeed_settings
-from megatron_grpo.rollout.rewards import build_rewards
 from megatron_grpo.training.loop import process_group
 from megatron_grpo.training.policy import policy_runtime
 from megatron_grpo.training.problems import build_problems
-from megatron_grpo.training.scoring import Scorer
+from megatron_grpo.training.reward_stage import scorer_of
 from megatron_grpo.training.step import StepRunner
 
 
@@ -19,6 +19,9 @@ def evaluate(cfg: Config) -> dict[str, float]:
     """
     with process_group(cfg) as (groups, device):
         tokenizer = load_tokenizer(Path(cfg.tokenizer.path or cfg.model.path))
-        scorer = Scorer(build_rewards(cfg.reward), tokenizer, groups)
-        with policy_runtime(cfg, groups, deepspeed_settings(cfg), device) as policy:
-            return StepRunner(cfg, policy, build_problems(cfg, tokenizer), scorer).validate()
+        check_reward_models(cfg)
+        with (
+            policy_runtime(cfg, groups, deepspeed_settings(cfg), device) as policy,
+            scorer_of(cfg, tokenizer, groups, device) as scorer,
+        ):
+            return StepRunner(cfg, policy, build_problems(cfg, tokenizer), scorer, tokenizer).validate()

@@ -43,7 +43,7 @@ def export_policy(policy: Policy, target: Path, *, source: Path, tokenizer: Path
             elif not torch.equal(parts[0], before[1][0]):
                 raise ValueError(f"{weight.megatron} of stage {stage} differs from the embedding it is tied to")
             before = (weight.hf, parts)
-    dist.barrier()
+    dist.barrier(policy.groups.policy)
 
 
 def transfers(shape: ModelShape, split: tuple[int, ...]) -> Iterator[tuple[int, Weight]]:

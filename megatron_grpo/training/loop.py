@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from megatron_grpo.anchor.alarm import Alarm
 from megatron_grpo.backends.huggingface import load_tokenizer
+from megatron_grpo.backends.reward_models import check_reward_models
 from megatron_grpo.config import Config, ConfigError, deepspeed_settings, write_resolved
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
-from megatron_grpo.rollout.rewards import build_rewards
 from megatron_grpo.training.checkpoint import load_checkpoint, load_universal, save_checkpoint
 from megatron_grpo.training.export import export_policy
 from megatron_grpo.training.files import CheckpointError, CheckpointFolder
@@ -30,8 +30,9 @@ from megatron_grpo.training.metrics import NullRecorder, Recorder, RunRecord
 from megatron_grpo.training.policy import Policy, policy_runtime
 from megatron_grpo.training.problems import build_problems
 from megatron_grpo.training.resume import Progress, is_universal, read_progress
-from megatron_grpo.training.scoring import Scorer
+from megatron_grpo.training.reward_stage import scorer_of, serve
 from megatron_grpo.training.step import Row, StepRunner
+from megatron_grpo.training.timeline import Timeline
 from megatron_grpo.training.view import build_view
 
 CONFIG_ERROR_GRACE_S = 10.0
@@ -55,13 +56,17 @@ def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
         resume: ``auto``, a checkpoint, a run directory, or ``None`` to start anew.
 
     Returns:
-        The exit code: 0, 143 after SIGTERM, or 3 when the collapse alarm (``anchor.alarm: stop``) or a limit
-        (``train.stop_gap`` and the like) stopped the run. An exception on any rank ends its process at once with its
-        traceback and code 1, so that the launcher ends the others.
+        The exit code: 0 (of a reward rank always), 143 after SIGTERM, or 3 when the collapse alarm
+        (``anchor.alarm: stop``) or a limit (``train.stop_gap`` and the like) stopped the run. An exception on any rank
+        ends its process at once with its traceback and code 1, so that the launcher ends the others.
     """
     try:
         with process_group(cfg) as (groups, device):
-            return _Run(cfg, _common(run_dir), groups, device).go(resume)
+            run_dir = _common(run_dir)
+            if not groups.is_reward_stage:
+                return _Run(cfg, run_dir, groups, device).go(resume)
+            serve(cfg, groups, device, _timeline(cfg, run_dir, groups))
+            return 0
     except ConfigError as error:
         # Every rank finds the same mistake; the first one says it, the others only if it does not.
         if os.environ.get("RANK", "0") != "0":
@@ -109,7 +114,7 @@ def process_group(cfg: Config) -> Iterator[tuple[ParallelGroups, torch.device]]:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         dist.init_process_group(backend, timeout=timeout, rank=0, world_size=1, store=dist.HashStore())
     layout = Layout(pipeline=cfg.pipeline_ranks, data=parallel.data, tensor=parallel.tensor)
-    yield build_groups(layout, parallel.timeout_s), device
+    yield build_groups(layout, parallel.timeout_s, reward_stage=parallel.reward_stage), device
     dist.barrier()
     dist.destroy_process_group()
 
@@ -119,6 +124,10 @@ def _common(run_dir: Path) -> Path:
     name = [str(run_dir)]
     dist.broadcast_object_list(name, src=0)
     return Path(name[0])
+
+
+def _timeline(cfg: Config, run_dir: Path, groups: ParallelGroups) -> Timeline | None:
+    return Timeline(run_dir, groups.rank) if cfg.logging.timeline else None
 
 
 class _Run:
@@ -136,10 +145,14 @@ class _Run:
         signal.signal(signal.SIGTERM, self._on_signal)
         tokenizer = load_tokenizer(Path(cfg.tokenizer.path or cfg.model.path))
         task = build_problems(cfg, tokenizer)
-        scorer = Scorer(build_rewards(cfg.reward), tokenizer, self._groups)
+        check_reward_models(cfg)
         checkpoint = self._checkpoints.resolve(resume, note=self._say) if resume else None
-        with policy_runtime(cfg, self._groups, deepspeed_settings(cfg), self._device) as policy:
-            steps = StepRunner(cfg, policy, task, scorer)
+        timeline = _timeline(cfg, self._run_dir, self._groups)
+        with (
+            policy_runtime(cfg, self._groups, deepspeed_settings(cfg), self._device, timeline) as policy,
+            scorer_of(cfg, tokenizer, self._groups, self._device, timeline) as scorer,
+        ):
+            steps = StepRunner(cfg, policy, task, scorer, tokenizer)
             progress = Progress(0, {})
             if checkpoint is not None:
                 progress = read_progress(checkpoint, cfg)
@@ -239,19 +252,19 @@ class _Run:
             self._cfg.logging,
             build_view(),
             self._cfg.ticks,
-            self._groups.layout.world_size,
+            self._cfg.world_size,
             resumed_tick=ticks - 1 if ticks else None,
         )
 
     def _any_rank(self, flag: bool) -> bool:
         """Whether any rank says so: all must stop at the same step. Collective: every rank."""
-        return bool(sum_over(torch.tensor([int(flag)], device=self._device), None).item())
+        return bool(sum_over(torch.tensor([int(flag)], device=self._device), self._groups.policy).item())
 
     def _peak_memory(self) -> list[float]:
         """Largest resident size of each rank, in MB. Collective: every rank."""
         peaks = torch.zeros(self._groups.layout.world_size, dtype=torch.float64, device=self._device)
         peaks[self._groups.rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        return [round(value, 1) for value in sum_over(peaks, None).tolist()]
+        return [round(value, 1) for value in sum_over(peaks, self._groups.policy).tolist()]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True

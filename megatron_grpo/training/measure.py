@@ -13,6 +13,7 @@ from megatron_grpo.parallel.groups import ParallelGroups
 from megatron_grpo.parallel.link import byte_metrics
 from megatron_grpo.training.loss import SUMS
 from megatron_grpo.training.policy import Policy
+from megatron_grpo.training.scoring import RewardTimes
 from megatron_grpo.training.tick import TickReport
 
 
@@ -21,7 +22,7 @@ class RolloutTimes:
     """Seconds of sampling and scoring, of scoring alone, and the sequences that were drawn to take others' places."""
 
     seconds: float
-    reward_seconds: float
+    reward: RewardTimes
     fresh: int = 0
 
 
@@ -80,14 +81,14 @@ class Measure:
         """The metrics of one tick: sums over the world, then ratios. Collective: every rank."""
         policy = self._policy
         device = policy.device
-        bytes_sent = sum_over(policy.ledger.take().to(device), None)
+        bytes_sent = sum_over(policy.ledger.take().to(device), policy.groups.policy)
         sums = report.sums if self._owns_loss else torch.zeros_like(report.sums)
         width = 10 + 2 * len(self._rewards)
         rollout = torch.zeros(width, dtype=torch.float64, device=device)
         if figures is not None and self._leads_replica:
             rollout = figures.sums()
         errors = policy.boundaries.take_errors().to(device)
-        table = sum_over(torch.cat([sums, rollout, errors.flatten()]), None)
+        table = sum_over(torch.cat([sums, rollout, errors.flatten()]), policy.groups.policy)
         tokens, clipped, entropy, kl, compared, gap = table[:6].tolist()
         row: dict[str, float] = dict(byte_metrics(bytes_sent.cpu()))
         row |= report.values
@@ -107,9 +108,10 @@ class Measure:
             self._gaps.clear()
             self._gap_sums.zero_()
             times = figures.times
-            sampling = times.seconds - times.reward_seconds
+            sampling = times.seconds - times.reward.added
             row |= rollout_metrics(table[len(SUMS) : len(SUMS) + width].tolist(), sampling, self._rewards)
-            row |= {"time/rollout": sampling, "time/reward": times.reward_seconds}
+            row["time/rollout"] = sampling
+            row |= {"time/reward": times.reward.added, "time/reward_hidden": times.reward.hidden}
         return row
 
 

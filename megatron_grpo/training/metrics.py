@@ -27,6 +27,7 @@ METRIC_KEYS: tuple[str, ...] = (
     "time/anchor",
     "time/merge",
     "time/reward",
+    "time/reward_hidden",
     "reward/mean",
     "reward/std",
     "reward/parse_fail_frac",

@@ -24,9 +24,10 @@ from megatron_grpo.conversion.families import ModelShape, model_shape
 from megatron_grpo.conversion.files import read_embedding
 from megatron_grpo.conversion.reader import hf_source
 from megatron_grpo.parallel.collectives import VocabShards
-from megatron_grpo.parallel.groups import ParallelGroups
+from megatron_grpo.parallel.groups import ParallelGroups, policy_world
 from megatron_grpo.parallel.link import Ledger
 from megatron_grpo.rollout.sampler import PipelineSampler
+from megatron_grpo.training.timeline import TimedStage, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,19 @@ class Policy:
 
 @contextmanager
 def policy_runtime(
-    cfg: Config, groups: ParallelGroups, settings: dict[str, Any], device: torch.device
+    cfg: Config,
+    groups: ParallelGroups,
+    settings: dict[str, Any],
+    device: torch.device,
+    timeline: Timeline | None = None,
 ) -> Iterator[Policy]:
     """Build this rank's part of the policy; engines' globals are put right for the block and restored after.
 
-    Collective: every rank. ``settings`` is the resolved DeepSpeed JSON.
+    Collective: every policy rank. ``settings`` is the resolved DeepSpeed JSON.
     """
     with ExitStack() as stack:
         stack.enter_context(megatron_runtime(device))
+        stack.enter_context(policy_world(groups))
         stack.enter_context(deepspeed_runtime(groups))
         model_dir = Path(cfg.model.path)
         shape = model_shape(load_hf_config(model_dir))
@@ -79,11 +85,12 @@ def policy_runtime(
         link, lean = build_link(cfg, stage, groups, ledger)
         engine = PolicyEngine(stage.module, groups, settings, cfg.optim, tied_copy=_tied_copy(stage, groups))
         sampler = PipelineSampler(
-            lean,
+            lean if timeline is None else TimedStage(lean, timeline),
             link,
             groups,
             stages=cfg.parallel.pipeline,
             in_flight=cfg.in_flight,
+            micro_batches=cfg.sampling_micro_batches,
             ledger=ledger,
             device=device,
         )

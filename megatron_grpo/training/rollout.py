@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from megatron_grpo.backends.huggingface import Tokenizer
 from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import Config
 from megatron_grpo.data.problem import Problem, Task
@@ -19,7 +20,7 @@ from megatron_grpo.rollout.sampler import SamplingRule
 from megatron_grpo.training.measure import RolloutFigures, RolloutTimes
 from megatron_grpo.training.policy import Policy
 from megatron_grpo.training.problems import prompt_encoder
-from megatron_grpo.training.scoring import Scorer, Scores, length_term
+from megatron_grpo.training.scoring import RewardTimes, Scorer, Scores, length_term
 
 FRESH_PROBLEMS = 2**40
 """Where in the endless stream the problems lie that take a dead group's place: no run comes so far, so that a step's
@@ -33,13 +34,14 @@ class Rollouts:
         cfg: the whole config.
         policy: this rank's part of the policy.
         task: where problems come from.
-        scorer: rewards, and the tokenizer behind them.
+        scorer: has what was sampled scored.
+        tokenizer: the policy's.
     """
 
-    def __init__(self, cfg: Config, policy: Policy, task: Task, scorer: Scorer) -> None:
+    def __init__(self, cfg: Config, policy: Policy, task: Task, scorer: Scorer, tokenizer: Tokenizer) -> None:
         self._cfg, self._policy, self._task, self._scorer = cfg, policy, task, scorer
-        self._tokenizer = scorer.tokenizer
-        self._encode = prompt_encoder(scorer.tokenizer, cfg.data)
+        self._tokenizer = tokenizer
+        self._encode = prompt_encoder(tokenizer, cfg.data)
 
     def deal(self, first: int, prompts: int) -> tuple[list[Problem], torch.Tensor]:
         """This replica's share of training problems ``first`` and on, one a sample, and the rows' global numbers."""
@@ -50,16 +52,16 @@ class Rollouts:
 
     def draw(
         self, problems: list[Problem], row_ids: torch.Tensor, rule: SamplingRule, plan: Pass
-    ) -> tuple[Batch, Scores, float]:
-        """A batch, its scores, and the seconds that scoring took. Collective: every rank."""
+    ) -> tuple[Batch, Scores, RewardTimes]:
+        """A batch, its scores, and what scoring took. Collective: every rank."""
         policy = self._policy
         prompts = encode_prompts(self._encode, problems, self._cfg.data.max_prompt)
+        scoring = self._scorer.open(prompts, problems)
         with policy.engine.whole_parameters(), policy.boundaries.running(plan):
-            batch = policy.sampler.sample(prompts, row_ids, rule)
+            batch = policy.sampler.sample(prompts, row_ids, rule, scoring.add)
         policy.lean.close()
-        start = time.perf_counter()
-        scores = self._scorer(batch, problems)
-        return batch, scores, time.perf_counter() - start
+        scores, times = scoring.close(policy.device)
+        return batch, scores, times
 
     def rule(self, temperature: float | None, seed: int) -> SamplingRule:
         rollout = self._cfg.rollout
@@ -88,11 +90,11 @@ class Rollouts:
             rows_K = self._dead_rows(scores).nonzero().flatten()
             if not int(sum_over(torch.tensor([len(rows_K)], device=rows_K.device), self._policy.groups.data)):
                 break
-            other, other_scores, seconds = self._draw_anew(step, number, row_ids[rows_K.cpu()], plan)
+            other, other_scores, times = self._draw_anew(step, number, row_ids[rows_K.cpu()], plan)
             if len(rows_K):
                 batch = batch.with_rows(rows_K, other, self._tokenizer.pad_id)
                 scores = scores.with_rows(rows_K, other_scores)
-            fresh, scoring = fresh + len(rows_K), scoring + seconds
+            fresh, scoring = fresh + len(rows_K), scoring + times
         seconds = time.perf_counter() - start
         return self._valued(batch, scores, RolloutTimes(seconds, scoring, fresh))
 
@@ -101,7 +103,9 @@ class Rollouts:
         size = self._cfg.grpo.group_size
         return dead_groups(scores.reward_B.view(-1, size)).repeat_interleave(size)
 
-    def _draw_anew(self, step: int, number: int, row_ids: torch.Tensor, plan: Pass) -> tuple[Batch, Scores, float]:
+    def _draw_anew(
+        self, step: int, number: int, row_ids: torch.Tensor, plan: Pass
+    ) -> tuple[Batch, Scores, RewardTimes]:
         """Responses to other problems for the sequences ``row_ids``, in round ``number``. Collective: every rank.
 
         A replica that needs none draws one, which the caller leaves: under ZeRO 3 sampling is collective.

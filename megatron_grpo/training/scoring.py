@@ -1,21 +1,23 @@
-"""Rewards of a sampled batch: scored once in a replica, known to all of its ranks.
+"""Rewards of a sampled batch, worked out on the last policy stage or behind it, and known to the whole replica.
 
 Legend: B sequences, K rewards.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from megatron_grpo.backends.huggingface import Tokenizer
-from megatron_grpo.config import RewardConfig
+from megatron_grpo.config import RewardConfig, reward_name
 from megatron_grpo.data.problem import Problem
 from megatron_grpo.ops.advantages import overlong_penalty, weighted_reward
 from megatron_grpo.parallel.collectives import broadcast_from
 from megatron_grpo.parallel.groups import Coordinates, ParallelGroups
-from megatron_grpo.rollout.batch import Batch
-from megatron_grpo.rollout.rewards import NamedReward, Verdict, score_batch
+from megatron_grpo.rollout.sampler import Finished
+from megatron_grpo.training.judge import Ids, Judge
+from megatron_grpo.training.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,8 @@ class Scores:
 
     Attributes:
         reward_B: the weighted sum.
-        part_KB: of each reward alone, in the scorer's order.
-        parsed_B: whether every reward found an answer to judge.
+        part_KB: of each reward alone, in the config's order.
+        parsed_B: whether every rule found an answer to judge.
     """
 
     reward_B: torch.Tensor
@@ -41,52 +43,149 @@ class Scores:
         )
 
 
-class Scorer:
-    """Scores on the last stage's first tensor rank and tells the replica.
+@dataclass(frozen=True, slots=True)
+class RewardTimes:
+    """Seconds that scoring added to the step, and seconds of it that passed while the policy sampled."""
+
+    added: float = 0.0
+    hidden: float = 0.0
+
+    def __add__(self, other: "RewardTimes") -> "RewardTimes":
+        return RewardTimes(self.added + other.added, self.hidden + other.hidden)
+
+
+class Job(Protocol):
+    """Where one batch is judged, as the last policy stage sees it."""
+
+    def add(self, done: Finished) -> None:
+        """Take a finished micro-batch; its responses are read before this returns."""
+        ...
+
+    def result(self) -> tuple[torch.Tensor, float]:
+        """``Judge``'s table of the whole batch on the first tensor rank (elsewhere of that shape), and the seconds of
+        work on it that were over when this was called. After every row was added."""
+        ...
+
+
+class Place(Protocol):
+    """Where batches are judged."""
+
+    def open(self, prompts: Sequence[Ids], problems: Sequence[Problem]) -> Job:
+        """A batch to come, whose row i answers ``problems[i]``."""
+        ...
+
+
+class Scoring:
+    """The scoring of one batch. Every rank of the replica calls everything.
 
     Args:
-        rewards: the rules and their weights.
-        tokenizer: turns ids back into text; end tokens are not part of it.
-        groups: where this rank stands.
+        job: on the last policy stage; ``None`` elsewhere.
+        cfg: names and weights.
+        count: B.
     """
 
-    def __init__(self, rewards: Sequence[NamedReward], tokenizer: Tokenizer, groups: ParallelGroups) -> None:
-        self._rewards, self.tokenizer, self._groups = tuple(rewards), tokenizer, groups
-        stage = groups.layout.pipeline - 1
-        self._source = groups.layout.rank_of(Coordinates(stage, groups.at.data, 0))
+    def __init__(self, job: Job | None, cfg: RewardConfig, groups: ParallelGroups, count: int) -> None:
+        self._job, self._cfg, self._groups, self._count = job, cfg, groups, count
+
+    def add(self, done: Finished) -> None:
+        """Hand on a finished micro-batch; ``PipelineSampler.sample`` calls it."""
+        if self._job is not None:
+            self._job.add(done)
+
+    def close(self, device: torch.device) -> tuple[Scores, RewardTimes]:
+        """The scores, on ``device``, when all have come in. Collective over the replica."""
+        start = time.perf_counter()
+        groups, kinds = self._groups, len(self._cfg.weighted)
+        said = torch.zeros((kinds + 1) * self._count + 1, dtype=torch.float64)
+        if self._job is not None:
+            table, hidden = self._job.result()
+            said = torch.cat([table.double().flatten(), torch.tensor([hidden], dtype=torch.float64)])
+        source = groups.layout.rank_of(Coordinates(groups.layout.pipeline - 1, groups.at.data, 0))
+        said = broadcast_from(said.to(device), source, groups.model)
+        table = said[:-1].float().view(kinds + 1, self._count)
+        weight_K = torch.tensor(list(self._cfg.weighted.values()), device=device)
+        scores = Scores(weighted_reward(table[:kinds], weight_K), table[:kinds], table[kinds].bool())
+        return scores, RewardTimes(time.perf_counter() - start, said[-1].item())
+
+
+class Scorer:
+    """Has batches scored. Every rank of a replica calls it alike.
+
+    Args:
+        cfg: names and weights of the rewards.
+        place: on the last policy stage; ``None`` elsewhere.
+        groups: where this rank stands.
+        timeline: where each batch's beginning is noted, if anywhere.
+    """
+
+    def __init__(
+        self, cfg: RewardConfig, place: Place | None, groups: ParallelGroups, timeline: Timeline | None = None
+    ) -> None:
+        self._cfg, self._place, self._groups, self._timeline = cfg, place, groups, timeline
+
+    def open(self, prompts: Sequence[Ids], problems: Sequence[Problem]) -> Scoring:
+        """A batch to come, whose row i answers ``problems[i]``."""
+        if self._timeline is not None:
+            self._timeline.mark("round", sequences=len(prompts))
+        job = None if self._place is None else self._place.open(prompts, problems)
+        return Scoring(job, self._cfg, self._groups, len(prompts))
+
+
+class LocalPlace:
+    """Judges on the last policy stage, when the whole batch is there. All its tensor ranks take part."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+
+    def open(self, prompts: Sequence[Ids], problems: Sequence[Problem]) -> "LocalJob":
+        return LocalJob(self._judge, Pieces(prompts, problems))
+
+
+class LocalJob:
+    """See :class:`LocalPlace`."""
+
+    def __init__(self, judge: Judge, pieces: "Pieces") -> None:
+        self._judge, self._pieces = judge, pieces
+        self._done: list[Finished] = []
+
+    def add(self, done: Finished) -> None:
+        self._done.append(done)
+
+    def result(self) -> tuple[torch.Tensor, float]:
+        for done in self._done:
+            self._pieces.judge(self._judge, done.rows, response_ids(done))
+        return self._pieces.table, 0.0
+
+
+class Pieces:
+    """A batch that is judged micro-batch by micro-batch, as they come: in the same pieces wherever that happens, so
+    that the scores are the same to the last bit.
+
+    Attributes:
+        table: ``Judge``'s, of the whole batch.
+    """
+
+    def __init__(self, prompts: Sequence[Ids], problems: Sequence[Problem]) -> None:
+        self._prompts, self._problems = prompts, problems
+        self._parts: list[tuple[slice, torch.Tensor]] = []
+
+    def judge(self, judge: Judge, rows: slice, responses: Sequence[Sequence[int]]) -> None:
+        self._parts.append((rows, judge(self._prompts[rows], responses, self._problems[rows])))
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Of the rewards, in the order of ``Scores.part_KB``."""
-        return tuple(reward.name for reward in self._rewards)
+    def is_complete(self) -> bool:
+        return sum(part.shape[1] for _, part in self._parts) == len(self._prompts)
 
-    def __call__(self, batch: Batch, problems: Sequence[Problem]) -> Scores:
-        """Score ``batch``, whose row i answers ``problems[i]``. Collective over the replica."""
-        count, device = len(self._rewards), batch.tokens_BS.device
-        table = torch.zeros(count + 1, len(batch), device=device)
-        if self._groups.rank == self._source:
-            texts, finished = self._texts(batch)
-            verdicts = [score_batch(reward, texts, problems, finished) for reward in self._rewards]
-            table[:count] = torch.tensor([[_number(verdict) for verdict in row] for row in verdicts])
-            table[count] = torch.tensor(
-                [float(all(v.parsed for v in column)) for column in zip(*verdicts, strict=True)]
-            )
-        broadcast_from(table, self._source, self._groups.model)
-        weight_K = torch.tensor([reward.weight for reward in self._rewards], device=device)
-        return Scores(weighted_reward(table[:count], weight_K), table[:count], table[count].bool())
-
-    def _texts(self, batch: Batch) -> tuple[list[str], list[bool]]:
-        """Each response without its end token, and whether it had one."""
-        texts, finished = [], []
-        for ids, length in zip(batch.responses_BR.tolist(), batch.response_lengths_B.tolist(), strict=True):
-            ended = ids[length - 1] in self.tokenizer.eos_ids
-            texts.append(self.tokenizer.decode(ids[: length - 1 if ended else length]))
-            finished.append(ended)
-        return texts, finished
+    @property
+    def table(self) -> torch.Tensor:
+        assert self.is_complete, "every row was judged"
+        return torch.cat([part for _, part in sorted(self._parts, key=lambda item: item[0].start)], dim=1)
 
 
-def _number(verdict: Verdict) -> float:
-    return float("nan") if verdict.reward is None else verdict.reward
+def response_ids(done: Finished) -> list[list[int]]:
+    """The responses without padding."""
+    lengths = done.lengths_B.tolist()
+    return [ids[:length] for ids, length in zip(done.responses_BR.tolist(), lengths, strict=True)]
 
 
 def shapes_length(cfg: RewardConfig) -> bool:
@@ -102,6 +201,7 @@ def length_term(cfg: RewardConfig, length_B: torch.Tensor, max_response: int) ->
     return cfg.overlong_weight * overlong_B - cfg.length_penalty * length_B.float() / max_response
 
 
-def reward_names(cfg: RewardConfig, scorer: Scorer) -> tuple[str, ...]:
+def reward_names(cfg: RewardConfig) -> tuple[str, ...]:
     """Of all that a reward is the sum of, the terms of length together as ``length``."""
-    return (*scorer.names, "length") if shapes_length(cfg) else scorer.names
+    names = tuple(map(reward_name, cfg.weighted))
+    return (*names, "length") if shapes_length(cfg) else names

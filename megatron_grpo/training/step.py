@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_grpo.backends.huggingface import Tokenizer
 from megatron_grpo.backends.megatron.schedule import forward_only
 from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import Config
@@ -36,16 +37,17 @@ class StepRunner:
         cfg: the whole config.
         policy: this rank's part of the policy.
         task: where problems come from; data position is the step number.
-        scorer: rewards, and the tokenizer behind them.
+        scorer: has what was sampled scored.
+        tokenizer: the policy's.
     """
 
-    def __init__(self, cfg: Config, policy: Policy, task: Task, scorer: Scorer) -> None:
+    def __init__(self, cfg: Config, policy: Policy, task: Task, scorer: Scorer, tokenizer: Tokenizer) -> None:
         self._cfg, self._policy = cfg, policy
-        self._rollouts = Rollouts(cfg, policy, task, scorer)
+        self._rollouts = Rollouts(cfg, policy, task, scorer, tokenizer)
         self._validation = task.validation()
         self._read = ReadLogprobs(cfg.rollout.temperature, policy.vocab)
         self._reference = policy.engine.weights() if cfg.grpo.kl_coef > 0 else None
-        self._measure = Measure(policy, cfg.grpo, reward_names(cfg.reward, scorer))
+        self._measure = Measure(policy, cfg.grpo, reward_names(cfg.reward))
         self.ticks = TickRunner(cfg, policy)
         self.brakes = Brakes(cfg.train)
         self._gap: float | None = None  # mean |dense - codec| log-prob, as last measured; for rollout.path=auto

@@ -229,7 +229,7 @@ class TickRunner:
                 if mean is not None:
                     total[5:10] += agreement_sums(mean, anchor)
                     total[10] += mean.numel()
-        total = sum_over(total, None)
+        total = sum_over(total, self._policy.groups.policy)
         return total[:5], total[5:]
 
     def _update(self, tick: int, report: TickReport) -> None:

@@ -23,11 +23,11 @@ from megatron_grpo.backends.huggingface import load_tokenizer
 from megatron_grpo.config import Config, deepspeed_settings
 from megatron_grpo.parallel.groups import Layout, build_groups
 from megatron_grpo.rollout.batch import Batch
-from megatron_grpo.rollout.rewards import build_rewards
+from megatron_grpo.training.judge import build_judge
 from megatron_grpo.training.loss import Replay
 from megatron_grpo.training.policy import Policy, policy_runtime
 from megatron_grpo.training.problems import build_problems
-from megatron_grpo.training.scoring import Scorer
+from megatron_grpo.training.scoring import LocalPlace, Scorer
 from megatron_grpo.training.step import Row, StepRunner
 from tests.models import hf_weights
 
@@ -136,8 +136,11 @@ def policy_of(cfg: Config) -> Iterator[Policy]:
 def runner_of(cfg: Config, policy: Policy) -> StepRunner:
     """Whole steps on the task of ``cfg``, with the shipped tokenizer."""
     tokenizer = load_tokenizer(TINY)
-    scorer = Scorer(build_rewards(cfg.reward), tokenizer, policy.groups)
-    return StepRunner(cfg, policy, build_problems(cfg, tokenizer), scorer)
+    place = (
+        LocalPlace(build_judge(cfg, tokenizer, policy.groups, policy.device)) if policy.groups.is_last_stage else None
+    )
+    scorer = Scorer(cfg.reward, place, policy.groups)
+    return StepRunner(cfg, policy, build_problems(cfg, tokenizer), scorer, tokenizer)
 
 
 def timeless(rows: list[Row]) -> list[Row]:

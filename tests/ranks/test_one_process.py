@@ -91,12 +91,12 @@ def one_coding(cfg: Config, policy: Policy) -> Found:
     dense_gradients = gradients_of(policy)
     policy.link.refresh(policy.groups.data)
     return Found(
-        loss=sum_over(loss, None).item(),
+        loss=sum_over(loss, policy.groups.policy).item(),
         gradients=gradients,
         dense_gradients=dense_gradients,
         sampled={dense: sampled(policy, dense) for dense in (True, False)},
-        bytes=byte_metrics(sum_over(policy.ledger.take(), None)),
-        errors=sum_over(policy.boundaries.take_errors(), None),
+        bytes=byte_metrics(sum_over(policy.ledger.take(), policy.groups.policy)),
+        errors=sum_over(policy.boundaries.take_errors(), policy.groups.policy),
         learned={
             f"{index} {way}": learner.flat()
             for index, crossing in policy.boundaries.crossings.items()

@@ -18,7 +18,7 @@ from megatron_grpo.ops.rows import Rows
 from megatron_grpo.parallel.groups import Layout
 from megatron_grpo.parallel.link import Ledger
 from megatron_grpo.rollout.batch import Batch
-from megatron_grpo.rollout.sampler import PipelineSampler, SamplingRule
+from megatron_grpo.rollout.sampler import Finished, PipelineSampler, SamplingRule
 from megatron_grpo.training.loss import ReadLogprobs, Replay, model_inputs
 from megatron_grpo.training.policy import Policy, build_link
 from tests.harness import run_ranks
@@ -61,12 +61,12 @@ class CountingStage:
     inner: LeanStage
     calls: list[int] = field(default_factory=list)
 
-    def open(self, micro: int, padding_BP: torch.Tensor, columns: int) -> None:
-        self.inner.open(micro, padding_BP, columns)
+    def open(self, place: int, padding_BP: torch.Tensor, columns: int) -> None:
+        self.inner.open(place, padding_BP, columns)
 
-    def forward(self, micro: int, x: torch.Tensor, start: int, rows: Rows) -> torch.Tensor:
-        self.calls.append(micro)
-        return self.inner.forward(micro, x, start, rows)
+    def forward(self, place: int, x: torch.Tensor, start: int, rows: Rows) -> torch.Tensor:
+        self.calls.append(place)
+        return self.inner.forward(place, x, start, rows)
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class Sampled:
     calls: int
     sent: tuple[int, int]
     trainer_logp_BR: torch.Tensor | None
+    handed: list[Finished]
 
 
 class Bench:
@@ -89,12 +90,14 @@ class Bench:
         *,
         dense: bool = True,
         in_flight: int | None = None,
+        micro_batches: int | None = None,
         rows: range = range(len(PROMPTS)),
         recompute: bool = False,
         **boundary: Any,
     ) -> Sampled:
         """Sample ``rows`` of PROMPTS; ``recompute``: also the trainer's log-probs of them through the same boundary."""
         policy, ledger = self._policy, Ledger()
+        handed: list[Finished] = []
         cfg = self._cfg.model_copy(update={"boundary": self._cfg.boundary.model_copy(update=boundary)})
         link, lean = build_link(cfg, policy.stage, policy.groups, ledger)
         stage = CountingStage(lean)
@@ -104,12 +107,13 @@ class Bench:
             policy.groups,
             stages=policy.groups.layout.pipeline,
             in_flight=in_flight or policy.groups.layout.pipeline,
+            micro_batches=micro_batches or in_flight or policy.groups.layout.pipeline,
             ledger=ledger,
             device=policy.device,
         )
         plan = Pass("rollout", dense=dense)
         with policy.engine.whole_parameters(), link.boundaries.running(plan):
-            batch = sampler.sample([PROMPTS[row] for row in rows], torch.tensor(list(rows)), rule)
+            batch = sampler.sample([PROMPTS[row] for row in rows], torch.tensor(list(rows)), rule, handed.append)
         lean.close()
         ways = ("forward", "backward")
         sent = (ledger.sent("pipeline", "rollout", ways[0]), ledger.sent("pipeline", "rollout", ways[1]))
@@ -120,7 +124,7 @@ class Bench:
             read = ReadLogprobs(rule.temperature or 1.0, policy.vocab)
             parts = forward_only(policy.stage, link, inputs, Pass("old_logprob", carrying, dense), read)
             trainer = torch.cat(parts) if parts else None
-        return Sampled(batch, len(stage.calls), sent, trainer)
+        return Sampled(batch, len(stage.calls), sent, trainer, handed)
 
 
 def everything(rank: int, world: int, model: str, layout: Layout) -> dict[str, Sampled]:
@@ -133,6 +137,7 @@ def everything(rank: int, world: int, model: str, layout: Layout) -> dict[str, S
             "drawn": bench.sample(DRAWN, recompute=True),
             "one_in_flight": bench.sample(DRAWN, in_flight=1),
             "many_in_flight": bench.sample(DRAWN, in_flight=len(PROMPTS)),
+            "one_by_one": bench.sample(DRAWN, micro_batches=len(PROMPTS)),
             "first_three": bench.sample(DRAWN, rows=range(0, 3)),
             "last_four": bench.sample(DRAWN, rows=range(3, 7)),
             "five_over_two": bench.sample(DRAWN, rows=range(1, 6), in_flight=2),
@@ -218,8 +223,25 @@ def test_draws_do_not_depend_on_the_split(ranks: list[dict[str, Sampled]]) -> No
     whole = responses(scenes["drawn"])
     assert responses(scenes["one_in_flight"]) == whole
     assert responses(scenes["many_in_flight"]) == whole
+    assert responses(scenes["one_by_one"]) == whole
     assert responses(scenes["first_three"]) + responses(scenes["last_four"]) == whole
     assert len({tuple(ids) for ids in whole}) == len(whole)
+
+
+def test_each_micro_batch_is_handed_on_once_and_whole(ranks: list[dict[str, Sampled]]) -> None:
+    """On every rank, in one order; the shorter of those in flight first, and before the batch ends."""
+    for scenes in ranks:
+        sampled = scenes["one_by_one"]
+        order = [done.rows.start for done in sampled.handed]
+        assert sorted(order) == list(range(len(PROMPTS)))
+        assert order == [done.rows.start for done in ranks[0]["one_by_one"].handed]
+        for done in sampled.handed:
+            (ids,) = done.responses_BR.tolist()
+            assert ids[: int(done.lengths_B)] == responses(sampled)[done.rows.start]
+    lengths = [len(ids) for ids in responses(ranks[0]["drawn"])]
+    if len(ranks) == 2:  # two in flight: the longer of the first two is overtaken
+        order = [done.rows.start for done in ranks[0]["one_by_one"].handed]
+        assert order.index(lengths.index(min(lengths[:2]))) < order.index(lengths.index(max(lengths[:2])))
 
 
 def test_no_ragged_sequence_is_lost(ranks: list[dict[str, Sampled]]) -> None:

@@ -13,7 +13,8 @@ from megatron_grpo.data.tasks import build_task
 from megatron_grpo.parallel.groups import Layout
 from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.rollout.rewards import NamedReward, Question, Verdict
-from megatron_grpo.training.scoring import Scorer
+from megatron_grpo.training.judge import Judge
+from megatron_grpo.training.scoring import LocalPlace, Scorer
 from megatron_grpo.training.step import StepRunner
 from megatron_grpo.training.tick import TickRunner
 from tests.harness import run_ranks
@@ -97,7 +98,8 @@ def test_dead_groups_are_kept_dropped_or_sampled_anew_on_every_rank_alike() -> N
 
 def unscorable(rank: int, world: int) -> tuple[list[dict[str, float]], list[bool]]:
     """A step of two rewards, one of which cannot score every other sample and the other nothing but those."""
-    cfg = config(TINY, Layout(pipeline=2), 1, reward={"length_penalty": 0.5}, data={"val_size": 2})
+    reward = {"weights": {"exact": 2.0, "format": 1.0}, "length_penalty": 0.5}
+    cfg = config(TINY, Layout(pipeline=2), 1, reward=reward, data={"val_size": 2})
     count = iter(range(1_000_000))
 
     def half(response: str, question: Question, finished: bool) -> Verdict:
@@ -107,9 +109,11 @@ def unscorable(rank: int, world: int) -> tuple[list[dict[str, float]], list[bool
         return Verdict(None, True)
 
     with policy_of(cfg) as policy:
-        rewards = (NamedReward("half", 2.0, half), NamedReward("never", 1.0, never))
-        scorer = Scorer(rewards, load_tokenizer(TINY), policy.groups)
-        runner = StepRunner(cfg, policy, build_task(cfg.data, 0), scorer)
+        rules = (NamedReward("exact", 2.0, half), NamedReward("format", 1.0, never))
+        tokenizer = load_tokenizer(TINY)
+        place = LocalPlace(Judge(("exact", "format"), rules, {}, tokenizer)) if policy.groups.is_last_stage else None
+        scorer = Scorer(cfg.reward, place, policy.groups)
+        runner = StepRunner(cfg, policy, build_task(cfg.data, 0), scorer, tokenizer)
         batch, _ = runner._rollouts.step(0, by_codec=False)
         assert batch.counted_B is not None
         assert bool((batch.advantages_B[~batch.counted_B] == 0).all())
@@ -123,7 +127,7 @@ def test_samples_that_nobody_can_score_are_left_out() -> None:
         assert counted == [True, False] * 4
         (row,) = rows
         assert row["reward/unscored_frac"] == 0.5 and row["reward/parse_fail_frac"] == 0.5
-        assert row["rewards/half"] == 0.5 and row["rewards/never"] == 0.0
+        assert row["rewards/exact"] == 0.5 and row["rewards/format"] == 0.0
         # weight 2 on a mean of one half, and half a point off a response of full length
         length = row["rewards/length"]
         assert -0.5 <= length < 0.0

@@ -16,6 +16,7 @@ from megatron_grpo.config import (
     deepspeed_settings,
     layer_split,
     load_config,
+    reward_name,
     write_resolved,
 )
 from megatron_grpo.config.loading import parse_yaml
@@ -198,10 +199,6 @@ def test_what_is_left_out_follows_from_what_is_named(settings: dict[str, Any], p
         ("boundary.rank=0", ["boundary.rank=0", "at least 1"]),
         ("optim.lr=.nan", ["optim.lr=NaN", "finite"]),
         ("merger.kind=ema", ["merger.kind=ema", "signed_ema"]),
-        (
-            "parallel.reward_stage=true",
-            ["parallel.reward_stage=true", "not available yet", "set it to false"],
-        ),
         ("boundary.links=[tensor]", ["boundary.links", "not available yet", "[pipeline]"]),
         ("boundary.links=[]", ["boundary.links", "empty"]),
         ("data.prompt_template=hello", ["data.prompt_template=hello", "{question}"]),
@@ -502,14 +499,43 @@ def test_rewards_are_named_and_fit_their_task(home: Path) -> None:
     several = load(home, *rows, "reward.weights={math: 1, python:a.b:c: 0.5}")
     assert several.reward.weighted == {"math": 1.0, "python:a.b:c": 0.5}
     assert Config.model_validate(several.dump()).dump() == several.dump()
-    for kind in ("fuzzy", "python:", "python:a", "python:a:"):
-        line = f"reward.kind={kind}: is not a reward; use exact, math, gsm8k, choice, format or python:package.module:f"
+    for kind in ("fuzzy", "python:", "python:a", "python:a:", "model:"):
+        line = f"reward.kind={kind}: is not a reward; use exact, math, gsm8k, choice, format, python:package."
         assert line in refused(home, f"reward.kind='{kind}'")
         assert "is not a reward" in refused(home, f"reward.weights={{'{kind}': 1.0}}")
     assert "reward.kind=math: answers of data.task=chain_sum have no ####" in checked(home, "reward.kind=math")
     assert checked(home, *rows, "reward.kind=math") == ""
     line = "reward.overlong_buffer=29: is longer than a response, rollout.max_response=28; use at most 28"
     assert checked(home, "reward.overlong_buffer=29") == line
+
+
+def test_reward_models_are_folders_found_as_other_paths_are(home: Path) -> None:
+    for name in ("good/judge", "other/judge"):
+        (home / name).mkdir(parents=True)
+    (home / "nested").mkdir()
+    (home / "nested/run.yaml").write_text("model: {path: ../model}\nreward: {kind: 'model:good/judge'}\n")
+    alone = load_config(home / "nested/run.yaml")
+    assert alone.reward.models == {f"model:{home}/good/judge": home / "good/judge"}
+    assert reward_name(alone.reward.kind) == "model:judge"
+    several = load(home, "reward.weights={exact: 1.0, 'model:good/judge': 0.5}")
+    assert several.reward.weighted == {"exact": 1.0, f"model:{home}/good/judge": 0.5}
+    assert "reward.kind=model:nowhere: not found in" in refused(home, "reward.kind=model:nowhere")
+    twins = "reward.weights={'model:good/judge': 1.0, 'model:other/judge': 0.5}"
+    assert "model:judge are several" in checked(home, twins)
+
+
+def test_a_reward_stage_is_a_stage_more(home: Path) -> None:
+    assert load(home, "parallel.reward_stage=true").world_size == 3
+    wide = "parallel.tensor=2", "parallel.pipeline=3", "parallel.data=2"
+    assert load(home, "parallel.reward_stage=true", *wide).world_size == 2 * (3 + 1) * 2
+    assert load(home, "parallel.reward_stage=true", "parallel.placement=one_process").world_size == 2
+
+
+def test_a_batch_is_sampled_in_as_many_micro_batches_as_are_in_flight_or_more(home: Path) -> None:
+    assert load(home, "rollout.in_flight=3").sampling_micro_batches == 3
+    assert load(home, "rollout.micro_batches=8").sampling_micro_batches == 8
+    line = "rollout.micro_batches=2: are fewer than the 3 in flight; use at least 3"
+    assert checked(home, "rollout.in_flight=3", "rollout.micro_batches=2") == line
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_metric_keys_in_the_readme_exist() -> None:
     assert named <= set(METRIC_KEYS)
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, "examples/hook_only/README.md"])
+@pytest.mark.parametrize("document", [*DOCUMENTS, "examples/hook_only/README.md", "examples/reward_stage/README.md"])
 def test_links_resolve(document: str) -> None:
     folder = (ROOT / document).parent
     targets = re.findall(r"\]\(([^)#\s]+)\)", read(document))

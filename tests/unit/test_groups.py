@@ -56,3 +56,17 @@ def test_a_group_varies_one_coordinate(layout: Layout) -> None:
     for group in layout.model_groups():
         assert len({layout.coordinates(rank).data for rank in group}) == 1
         assert len(group) == layout.pipeline * layout.tensor
+
+
+@pytest.mark.parametrize("layout", EVERY, ids=str)
+def test_a_reward_stage_leaves_the_ranks_before_it_as_they_are(layout: Layout) -> None:
+    whole = layout.with_reward_stage()
+    assert whole.world_size == layout.world_size + layout.tensor * layout.data
+    for rank in range(layout.world_size):
+        assert whole.coordinates(rank) == layout.coordinates(rank)
+
+
+def test_each_shard_of_the_last_stage_meets_the_shard_behind_it() -> None:
+    layout = Layout(pipeline=2, data=2, tensor=2)
+    assert layout.reward_groups() == [[4, 8], [5, 9], [6, 10], [7, 11]]
+    assert Layout().reward_groups() == [[0, 1]]

@@ -1,22 +1,30 @@
-"""What scoring costs: ``python tools/bench/reward.py [--answers N]``.
+"""What scoring costs: ``python tools/bench/reward.py [--answers N] [--steps N]``.
 
 Scores answers as models write them, a third of them right, on one core, and prints one JSON object: answers a second
-of every rule, and of math-verify's formulas, which go to a process of their own. Exits 1 when a goal is missed.
+of every rule, and of math-verify's formulas, which go to a process of their own. Then runs `examples/reward_stage` with
+and without its reward stage: how much of the stage's scoring passed while the policy sampled, and what scoring added to
+the steps. Exits 1 when a goal is missed.
 """
 
 import argparse
 import json
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megatron_grpo.config import RewardConfig
 from megatron_grpo.rollout.rewards import Rule, build_rule
 from megatron_grpo.rollout.rewards.exact import chain_sum_reward, exact_reward
 
-GOALS = {"rules": 5000.0, "formulas": 200.0}
-"""Answers a second, at least."""
+GOALS = {"rules": 5000.0, "formulas": 200.0, "hidden": 0.8}
+"""Answers a second, at least; and the share of the reward stage's scoring."""
+
+EXAMPLE = Path(__file__).parents[2] / "examples/reward_stage/run.yaml"
+QUICK = ("train.eval_every=1000", "train.save_every=1000", "data.val_size=8", "logging.tensorboard=false")
 
 THOUGHT = "First I add the two numbers, then I take away what was eaten, so that some are left over. "
 FORMULAS = [(r"\sqrt{8}", r"2\sqrt{2}"), ("(x+1)^2", "x^2+2x+1"), (r"\frac{x}{2}", "x/2"), ("2x+3", "x+3")]
@@ -74,14 +82,42 @@ def rate(rule: Rule, answers: Answers) -> float:
     return len(answers) / (time.perf_counter() - start)
 
 
-def measure(count: int) -> dict[str, object]:
+def run_example(steps: int, *, stage: bool) -> list[dict[str, float]]:
+    """The last row of each step of the example, with or without its reward stage."""
+    with TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        settings = [f"train.steps={steps}", f"parallel.reward_stage={str(stage).lower()}", *QUICK]
+        command = [sys.executable, "-m", "megatron_grpo", "train", str(EXAMPLE), *settings, "--run-dir", str(run)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=EXAMPLE.parents[2])
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if "time/reward" in row]
+
+
+def reward_stage(steps: int) -> dict[str, float]:
+    """Seconds a step of what scoring adds, with the stage and without it, and the share that the stage hides.
+
+    The two runs train alike, or it is no comparison.
+    """
+    behind, within = (run_example(steps, stage=stage) for stage in (True, False))
+    assert [row["policy/grad_norm"] for row in behind] == [row["policy/grad_norm"] for row in within]
+    added, hidden, alone = (
+        sum(row[key] for row in rows) / steps
+        for rows, key in ((behind, "time/reward"), (behind, "time/reward_hidden"), (within, "time/reward"))
+    )
+    return {"added_s": added, "hidden_s": hidden, "share": hidden / (added + hidden), "added_without_stage_s": alone}
+
+
+def measure(count: int, steps: int) -> dict[str, object]:
     """The whole report."""
     draw = random.Random(0)
     rates = {name: rate(rule, answers) for name, (rule, answers) in workloads(draw, count).items()}
     symbolic = [formulas(draw) for _ in range(max(50, count // 10))]
     values = {"rules": min(rates.values()), "formulas": rate(build_rule("math", RewardConfig()), symbolic)}
+    stage = reward_stage(steps)
+    values["hidden"] = stage["share"]
     return {
         "answers": count,
+        "reward_stage": stage,
         "answers_per_second": rates,
         "goals": {
             key: {"value": value, "goal": GOALS[key], "met": value >= GOALS[key]} for key, value in values.items()
@@ -93,7 +129,9 @@ def main() -> int:
     """Print the report; 1 when a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=10_000, help="of each rule; a tenth of it for formulas")
-    report = measure(parser.parse_args().answers)
+    parser.add_argument("--steps", type=int, default=10, help="of each run of the example")
+    args = parser.parse_args()
+    report = measure(args.answers, args.steps)
     print(json.dumps(report, indent=2))
     goals = report["goals"]
     assert isinstance(goals, dict)

@@ -66,22 +66,22 @@ class LeanStage:
         frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
         self._angles = torch.outer(torch.arange(shape.max_positions).float(), frequencies).repeat(1, 2)
 
-    def open(self, micro: int, padding_BP: torch.Tensor, columns: int) -> None:
-        """Start a micro-batch: an empty cache of ``columns`` columns."""
+    def open(self, place: int, padding_BP: torch.Tensor, columns: int) -> None:
+        """Start a micro-batch in ``place``: an empty cache of ``columns`` columns."""
         batch, prompt = padding_BP.shape
         parameter = self._stage.module.decoder.layers[0].input_layernorm.weight
         visible_BL = torch.ones(batch, columns, dtype=torch.bool, device=parameter.device)
         visible_BL[:, :prompt] = ~padding_BP
         kv = parameter.new_zeros(len(self._stage.layers), 2, batch, self._groups, columns, self._width)
-        self._caches[micro] = _Cache(kv, visible_BL, padded=bool(padding_BP.any()))
+        self._caches[place] = _Cache(kv, visible_BL, padded=bool(padding_BP.any()))
 
     def close(self) -> None:
         """Drop every cache."""
         self._caches.clear()
 
-    def forward(self, micro: int, x: torch.Tensor, start: int, rows: Rows) -> torch.Tensor:
+    def forward(self, place: int, x: torch.Tensor, start: int, rows: Rows) -> torch.Tensor:
         """See ``DecodeStage.forward``."""
-        module, cache = self._stage.module, self._caches[micro]
+        module, cache = self._stage.module, self._caches[place]
         if module.pre_process:
             x = self._embed(x)
         columns = x.shape[1]

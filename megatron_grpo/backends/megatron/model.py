@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,24 @@ ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 POSITIONS: Mapping[Positions, str] = {"rope": "rope", "learned": "learned_absolute"}
 
 
+class ScoreHead(torch.nn.Module):
+    """Megatron's output layer of a sequence classifier with one label: ``[S, B, H]`` to fp32 ``[S, B, 1]``.
+
+    Whole on every tensor rank: what comes in is.
+    """
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(1, hidden, dtype=dtype))
+
+    def forward(self, x_SBH: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """As Megatron calls it; its options say how a vocabulary is cut."""
+        return F.linear(x_SBH.float(), self.weight.float()), None
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A pipeline stage of the policy on this rank.
+    """A pipeline stage of a model on this rank.
 
     Attributes:
         module: the GPTModel of these layers (embedding on the first stage, head on the last).
@@ -145,6 +161,7 @@ def build_stage(
     layers = stage_layers(split, groups.at.pipeline)
     config = transformer_config(shape, tensor=tensor, pipeline=groups.layout.pipeline, dtype=dtype, recompute=recompute)
     collection = collection_of(groups)
+    scores = shape.head == "score"
     module = GPTModel(
         config,
         stage_spec(shape, len(layers)),
@@ -152,11 +169,13 @@ def build_stage(
         max_sequence_length=shape.max_positions,
         pre_process=groups.is_first_stage,
         post_process=groups.is_last_stage,
-        share_embeddings_and_output_weights=shape.tied,
+        share_embeddings_and_output_weights=shape.tied or scores,  # Megatron then makes no output weight
         position_embedding_type=POSITIONS[shape.positions],
         rotary_base=shape.rope_theta,
         pg_collection=collection,
     )
+    if scores and groups.is_last_stage:
+        module.output_layer, module.share_embeddings_and_output_weights = ScoreHead(shape.hidden, dtype), False
     weights = stage_weights(
         source,
         shape,

@@ -24,8 +24,12 @@ __all__ = ["NamedReward", "Question", "Rule", "Verdict", "build_rewards", "build
 
 
 def build_rewards(cfg: RewardConfig) -> tuple[NamedReward, ...]:
-    """The run's rewards, by name and weight. Raises ConfigError for a function that cannot be imported."""
-    return tuple(NamedReward(kind, weight, _score(kind, cfg)) for kind, weight in cfg.weighted.items())
+    """The run's rewards by rule (models are no rules), by name and weight.
+
+    Raises ConfigError for a function that cannot be imported.
+    """
+    rules = {kind: weight for kind, weight in cfg.weighted.items() if kind not in cfg.models}
+    return tuple(NamedReward(kind, weight, _score(kind, cfg)) for kind, weight in rules.items())
 
 
 def _score(kind: str, cfg: RewardConfig) -> Callable[[str, Question, bool], Verdict]:

@@ -158,10 +158,10 @@ def convert(
         typer.Option(help="Hugging Face safetensors, Megatron's torch_dist, or a run's state for any topology."),
     ],
     tensor: Annotated[
-        int | None, typer.Option(min=1, help="Tensor ranks, for megatron; 1 by default.", show_default=False)
+        int | None, typer.Option(min=1, help="Tensor ranks, not for hf; 1 by default.", show_default=False)
     ] = None,
     pipeline: Annotated[
-        int | None, typer.Option(min=1, help="Pipeline stages, for megatron; 1 by default.", show_default=False)
+        int | None, typer.Option(min=1, help="Pipeline stages, not for hf; 1 by default.", show_default=False)
     ] = None,
     data: Annotated[
         int | None,
@@ -312,11 +312,12 @@ def _check_resume(cfg: Config, run_dir: Path, resume: str | None) -> None:
     starts; ``auto`` may find none."""
     if resume is not None:
         from megatron_grpo.training.files import CheckpointFolder
-        from megatron_grpo.training.resume import read_progress
+        from megatron_grpo.training.resume import read_progress, refuse_code
 
         checkpoint = CheckpointFolder(run_dir / "checkpoints", cfg.train.keep).resolve(resume, note=lambda text: None)
         if checkpoint is not None:
             read_progress(checkpoint, cfg)
+            refuse_code(checkpoint)
 
 
 def _check_world(cfg: Config, world: str | None) -> None:

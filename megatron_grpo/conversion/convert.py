@@ -15,19 +15,19 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_grpo.config import ConfigError, layer_split
-from megatron_grpo.conversion.families import ModelShape
+from megatron_grpo.conversion.families import ModelShape, model_shape
 from megatron_grpo.conversion.folders import fresh_directory
 from megatron_grpo.conversion.formats import CARRIED, RELEASE, RUN_FILE, TRACKER_FILE, ZERO, Found, Kind, recognise
 from megatron_grpo.conversion.legacy import LegacyReader
 from megatron_grpo.conversion.names import Weight, check_tensor_size, model_table, part_shapes
-from megatron_grpo.conversion.reader import hf_source
-from megatron_grpo.conversion.run_state import UniversalState
+from megatron_grpo.conversion.reader import hf_source, read_hf_config
+from megatron_grpo.conversion.run_state import FOLDER, UniversalState
 from megatron_grpo.conversion.runs import RunReader, Topology, read_run
 from megatron_grpo.conversion.sources import Checkpoint, Source, all_parts, examine
 from megatron_grpo.conversion.torch_dist import DistWriter
 from megatron_grpo.conversion.torch_dist_reader import DistReader
 from megatron_grpo.conversion.universal import OPTIMIZER_STATE, UniversalReader, universal_bytes, write_universal
-from megatron_grpo.conversion.writer import HFWriter, carry_files
+from megatron_grpo.conversion.writer import HF_FILES, HFWriter, carry_files
 from megatron_grpo.parallel.groups import Layout
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -42,6 +42,12 @@ MARKERS: dict[Kind, str] = {
     "deepspeed-universal": f"{ZERO}/{OPTIMIZER_STATE}",
 }
 MANIFEST = "checkpoint.json"
+KNOWN: dict[Kind, tuple[str, ...]] = {
+    "hf": HF_FILES,
+    "megatron": (TRACKER_FILE, RELEASE, CARRIED),
+    "deepspeed-universal": (ZERO, FOLDER, CARRIED, RUN_FILE, MANIFEST),
+}
+"""What a directory of ours holds; one with anything else in it, as a training run's, is never replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +124,12 @@ def convert(
             target cannot be written. ``target`` stays as it was.
     """
     found = recognise(source)
-    checkpoint = examine(source, found, wish.config_dir or found.carried)
+    checkpoint = examine(source, found, found.carried or wish.config_dir)
+    if found.carried and wish.config_dir and model_shape(read_hf_config(wish.config_dir)) != checkpoint.shape:
+        raise ConfigError(
+            f"--config-from={wish.config_dir} describes another model than {found.carried}, which {source} itself "
+            "carries; leave it out"
+        )
     carried, shape = checkpoint.config_dir, checkpoint.shape
     note(f"{source}: {checkpoint.words}")
     check_wish(wish, shape)
@@ -139,7 +150,7 @@ def convert(
 def _written(target: Path, sources: Sequence[Path], to: Kind, total: int) -> Iterator[Path]:
     """A folder to write ``total`` bytes into, which becomes ``target``."""
     try:
-        with fresh_directory(target, sources, marker=MARKERS[to]) as folder:
+        with fresh_directory(target, sources, marker=MARKERS[to], known=KNOWN[to]) as folder:
             _check_room(folder, total)
             yield folder
     except OSError as error:
@@ -159,6 +170,8 @@ def _convert_run(
             "(for Megatron's, after --to hf)"
         )
     facts = read_run(source)
+    if not (source / MANIFEST).is_file():
+        raise ConfigError(f"{source / MANIFEST} is missing, so the checkpoint is not complete; use another one")
     total = sum(universal_bytes(shape).values())
     remembered = sum(file.stat().st_size for file in source.glob("rank*.pt"))
     with _written(target, (source, checkpoint.config_dir), wish.to, total + remembered) as folder:

@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from megatron_grpo.config import ConfigError
-from megatron_grpo.conversion.pickles import check_sums, load_mapped
-from megatron_grpo.parallel.groups import Layout
+from megatron_grpo.conversion.pickles import check_sums, load_mapped, refuse_code
+from megatron_grpo.parallel.groups import Coordinates, Layout
 
 State = Literal["fp32", "exp_avg", "exp_avg_sq"]
 STATES: tuple[State, ...] = get_args(State)
@@ -106,6 +106,26 @@ class EngineFiles:
                     f"{self._zero} ({error!r}); fetch the checkpoint again"
                 ) from error
         return self._open[place]
+
+    def refuse_code(self) -> None:
+        """Look through every file before something unpickles it freely, as DeepSpeed does; tensors are not read.
+
+        Raises:
+            ConfigError: a file is missing, damaged, or asks to run something.
+        """
+        for file in self._all_files():
+            refuse_code(file, INERT_PACKAGES)
+
+    def check_rank(self, at: Coordinates) -> None:
+        """Compare the checksums of what the rank ``at`` loads.
+
+        Raises:
+            ConfigError: a file is missing or damaged.
+        """
+        model = at.pipeline * self._layout.tensor + at.tensor
+        check_sums(self._model_file(model, at.data))
+        if self._zero > 0:
+            check_sums(self._optimizer_file(model, at.data))
 
     def _all_files(self) -> Iterator[Path]:
         for model in range(self._layout.pipeline * self._layout.tensor):

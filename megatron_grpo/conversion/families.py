@@ -39,6 +39,7 @@ class Fixed:
 FIXED_FIELDS: Mapping[str, Fixed] = {
     "pruned_heads": Fixed(({},), "every layer has all heads"),
     "is_encoder_decoder": Fixed((False,), "the model is a decoder"),
+    "is_causal": Fixed((True,), "a token sees those before it alone", absent=True),
     "add_cross_attention": Fixed((False,), "the model is a decoder alone"),
     "quantization_config": Fixed((), "weights must be plain floating point"),
     "auto_map": Fixed((), "code that comes with a model is never run"),
@@ -70,6 +71,8 @@ FIXED_ROPE_FIELDS: Mapping[str, Fixed] = {
 }
 ROPE_FIELDS = frozenset(FIXED_ROPE_FIELDS) | {"rope_theta"}
 DEFAULT_ROPE_THETA = 10000.0
+LARGEST_SIZE = 2**24
+LARGEST_NUMBER = 1e15
 
 # Fields without a part in the forward: names, ids, initialisation, dropout, sampling, and the marks of other tools.
 IDLE_FIELDS = _words(
@@ -83,7 +86,7 @@ IDLE_FIELDS = _words(
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    is_llama_config transformers.js_config unsloth_version unsloth_fixed
+    is_llama_config transformers.js_config unsloth_version unsloth_fixed tf_legacy_loss use_mrope
     """
 )
 LLAMA_IDLE = IDLE_FIELDS | {"rope_theta", "rope_scaling", "rope_parameters", "layer_types", "head_dim"}
@@ -258,7 +261,7 @@ def model_shape(hf_config: Mapping[str, Any], families: Mapping[str, Family] = F
         vocab=_size(hf_config, key["vocab"]),
         norm_eps=_positive(hf_config, key["norm_eps"], family.norm_eps),
         rope_theta=_rope_theta(hf_config),
-        tied=family.head == "vocabulary" and bool(hf_config.get("tie_word_embeddings", family.tied)),
+        tied=family.head == "vocabulary" and _flag(hf_config, "tie_word_embeddings", family.tied),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         max_positions=_size(hf_config, key["positions"]),
@@ -272,6 +275,8 @@ def model_shape(hf_config: Mapping[str, Any], families: Mapping[str, Family] = F
 
 def _family_name(hf_config: Mapping[str, Any], families: Mapping[str, Family]) -> str:
     names = hf_config.get("architectures") or [None]
+    if not isinstance(names, list) or not all(isinstance(name, str | None) for name in names):
+        raise ConfigError(f"architectures={names!r} in config.json is not a list of names; correct it")
     if len(names) == 1 and names[0] in families:
         return str(names[0])
     why = f" (it {REFUSED[names[0]]}, which Megatron's local layer spec cannot)" if names[0] in REFUSED else ""
@@ -293,7 +298,10 @@ def _refuse_other_values(fields: Mapping[str, Any], fixed: Mapping[str, Fixed], 
 
 
 def _refuse_sliding_layers(hf_config: Mapping[str, Any]) -> None:
-    kinds = set(hf_config.get("layer_types") or ()) - {"full_attention"}
+    kinds = hf_config.get("layer_types") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise ConfigError(f"layer_types={kinds!r} in config.json is not a list of names; correct it")
+    kinds = set(kinds) - {"full_attention"}
     if kinds:
         raise ConfigError(
             f"layer_types={sorted(kinds)} in config.json is not supported: every layer attends to the whole "
@@ -302,12 +310,10 @@ def _refuse_sliding_layers(hf_config: Mapping[str, Any]) -> None:
 
 
 def _refuse_unknown(hf_config: Mapping[str, Any], family: Family) -> None:
-    """A field that is off (null or false) says nothing; those of transformers' own book-keeping start with _."""
+    """A field that is null says nothing; those of transformers' own book-keeping start with _."""
     known = family.idle | family.fixed.keys() | set(family.sizes.values()) | {"tie_word_embeddings"}
     unknown = sorted(
-        key
-        for key, value in hf_config.items()
-        if key not in known and not key.startswith("_") and value is not None and value is not False
+        key for key, value in hf_config.items() if key not in known and not key.startswith("_") and value is not None
     )
     if unknown:
         raise ConfigError(
@@ -382,14 +388,24 @@ def _size(fields: Mapping[str, Any], key: str, when_absent: int | None = None, *
     value = when_null if value is None else value
     if value is None:
         raise ConfigError(f"{key} is missing from config.json; restore the file as the model's authors published it")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key}={value!r} in config.json is not a positive whole number; correct it")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
+        raise ConfigError(
+            f"{key}={value!r} in config.json is not a positive whole number up to {LARGEST_SIZE}; correct it"
+        )
+    return value
+
+
+def _flag(fields: Mapping[str, Any], key: str, when_absent: bool) -> bool:
+    value = fields.get(key)
+    value = when_absent if value is None else value
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r} in config.json is neither true nor false; correct it")
     return value
 
 
 def _positive(fields: Mapping[str, Any], key: str, when_absent: float) -> float:
     value = fields.get(key)
     value = when_absent if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST_NUMBER:
         raise ConfigError(f"{key}={value!r} in config.json is not a positive number; correct it")
     return float(value)

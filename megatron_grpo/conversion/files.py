@@ -16,7 +16,7 @@ from megatron_grpo.conversion.names import (
 from megatron_grpo.conversion.reader import HFReader
 from megatron_grpo.conversion.shards import slice_of, to_megatron
 from megatron_grpo.conversion.sources import Source
-from megatron_grpo.conversion.writer import MAX_FILE_BYTES, HFWriter, Plan, carry_files
+from megatron_grpo.conversion.writer import HF_FILES, MAX_FILE_BYTES, HFWriter, Plan, carry_files
 
 
 def stage_weights(
@@ -80,7 +80,7 @@ def hf_directory(
     """
     tokenizer_dir = tokenizer_dir or source_dir
     dtype = next(iter(plan.values()))[1]
-    with fresh_directory(directory, (source_dir, tokenizer_dir), marker="config.json") as temporary:
+    with fresh_directory(directory, (source_dir, tokenizer_dir), marker="config.json", known=HF_FILES) as temporary:
         with HFWriter(temporary, plan, max_file_bytes) as writer:
             yield writer
         carry_files(source_dir, temporary, dtype=dtype, tokenizer_dir=tokenizer_dir)

@@ -44,14 +44,14 @@ def recognise(path: Path) -> Found:
         raise ConfigError(f"{path} is {'a file' if path.exists() else 'not there'}; give the directory of a checkpoint")
     if (path / RUN_FILE).is_file():
         return _of_a_run(path)
-    if (path / "checkpoints").is_dir():
-        return _of_a_run(_latest(path / "checkpoints"))
     if (path / TRACKER_FILE).is_file():
         return _megatron(_tracked(path), path)
     if _is_torch_dist(path) or _is_legacy(path):
         return _megatron(path, path.parent)
     if (path / WEIGHTS_FILE).is_file() or (path / INDEX_FILE).is_file():
         return Found("hf", path, path, "Hugging Face directory, safetensors")
+    if (path / "checkpoints").is_dir():
+        return _of_a_run(_latest(path / "checkpoints"))
     if any(path.glob("pytorch_model*.bin")):
         raise ConfigError(
             f"{path} is a Hugging Face directory with pickled weights (pytorch_model.bin), which may run code when "
@@ -82,6 +82,8 @@ def _latest(checkpoints: Path) -> Path:
     """The checkpoint of a run directory that the run would go on from."""
     tracker = checkpoints / "latest"
     name = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
+    if not name:  # as a resumed run would, where a stop left no word
+        name = max((file.parent.name for file in checkpoints.glob(f"tick*/{RUN_FILE}")), default="")
     if Path(name).name != name or not (checkpoints / name / RUN_FILE).is_file():
         raise ConfigError(
             f"{checkpoints} has no checkpoint that its file latest names; give the checkpoint's directory"
@@ -92,7 +94,7 @@ def _latest(checkpoints: Path) -> Path:
 def _tracked(path: Path) -> Path:
     """The folder of the iteration that the tracker names."""
     text = (path / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
-    if text != RELEASE and not (text.isascii() and text.isdigit()):
+    if text != RELEASE and not (text.isascii() and text.isdigit() and len(text) < 20):
         raise ConfigError(f"{path / TRACKER_FILE} says {text[:40]!r}, neither an iteration nor {RELEASE}; correct it")
     folder = path / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not folder.is_dir():
@@ -112,7 +114,7 @@ def _megatron(weights: Path, root: Path) -> Found:
 
 
 def _is_legacy(path: Path) -> bool:
-    return any(path.glob("mp_rank_*"))
+    return any(folder.is_dir() for folder in path.glob("mp_rank_*"))
 
 
 def _is_torch_dist(path: Path) -> bool:

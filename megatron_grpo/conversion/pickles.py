@@ -186,10 +186,12 @@ def load_tensor(part: FileSlice, where: str, room: torch.Tensor) -> torch.Tensor
     try:
         with zipfile.ZipFile(part) as archive:
             entries = archive.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise ValueError("compressed entries, which torch does not write")
             [numbers] = (entry for entry in entries if entry.filename.endswith("/data/0"))
             said = [archive.read(entry) for entry in entries if entry is not numbers]
         plain = room.dtype in STORAGES and _pickle_of(room.shape, room.dtype) in said
-        if plain and numbers.compress_type == zipfile.ZIP_STORED and numbers.file_size == room.nbytes:
+        if plain and numbers.file_size == room.nbytes:
             _read_numbers(part, numbers, raw_bytes(room))
             value = stored = room
         else:
@@ -240,26 +242,46 @@ def load_mapped(file: Path, inert: Sequence[str] = ()) -> Any:
     Raises:
         ConfigError: the file cannot be read, or asks for any other class or function.
     """
+    others = refuse_code(file, inert)
     try:
-        others = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        foreign = sorted(name for name in others if name.partition(".")[0] not in inert)
-        if foreign:
-            raise ConfigError(f"{file} asks to run {foreign[0]}, which no checkpoint needs; do not use it")
         with torch.serialization.safe_globals([(Inert, name) for name in others]):
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, *BROKEN) as error:
-        raise ConfigError(f"{file} cannot be read as tensors ({str(error).splitlines()[0]}); do not use it") from error
+        raise _unreadable(file, error) from error
+
+
+def refuse_code(file: Path, inert: Sequence[str] = ()) -> list[str]:
+    """The classes that ``file`` names beside those of tensors, all of them from the packages ``inert``.
+
+    Nothing is run and no tensor is read.
+
+    Raises:
+        ConfigError: the file cannot be read, or asks for any other class or function.
+    """
+    try:
+        others = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except (OSError, *BROKEN) as error:
+        raise _unreadable(file, error) from error
+    foreign = sorted(name for name in others if name.partition(".")[0] not in inert)
+    if foreign:
+        raise ConfigError(f"{file} asks to run {foreign[0]}, which no checkpoint needs; do not use it")
+    return others
+
+
+def _unreadable(file: Path, error: BaseException) -> ConfigError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigError(f"{file} cannot be read as tensors ({reason}); do not use it")
 
 
 def save_tensors(value: object, file: Path) -> None:
     """``torch.save``, whose own error on a full disk does not say what it is.
 
     Raises:
-        OSError: the disk is full.
+        OSError: the disk is full, or does not take the file for another reason.
     """
     try:
         torch.save(value, file)
     except RuntimeError as error:
-        if shutil.disk_usage(file.parent).free < HARDLY_ANY_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
-        raise
+        full = shutil.disk_usage(file.parent).free < HARDLY_ANY_BYTES
+        reason = os.strerror(errno.ENOSPC) if full else str(error).splitlines()[0]
+        raise OSError(errno.ENOSPC if full else errno.EIO, reason) from error

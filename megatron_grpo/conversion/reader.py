@@ -31,7 +31,7 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); give a Hugging Face model directory") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON ({error}); restore the file") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} is not a JSON object; restore the file")

@@ -90,7 +90,11 @@ class RankStates:
         """What that rank remembers."""
         rank = self._layout.rank_of(Coordinates(stage, data, tensor))
         if rank not in self._states:
-            self._states[rank] = load_mapped(self._checkpoint / rank_file(rank))
+            file = self._checkpoint / rank_file(rank)
+            state = load_mapped(file)
+            if not isinstance(state, dict) or not {"steps", "boundaries", "fragments"} <= state.keys():
+                raise ConfigError(f"{file} is not what a rank remembers; use another checkpoint")
+            self._states[rank] = state
         return self._states[rank]
 
     def release(self) -> None:
@@ -178,7 +182,13 @@ class UniversalState:
         self._run: Tree = load_mapped(self._folder / RUN_STATE)
 
     def dropped(self, wanted: Topology) -> list[str]:
-        """What a run of another topology starts without, each in a sentence."""
+        """What a run of another topology starts without, each in a sentence.
+
+        Raises:
+            ConfigError: its data ranks cannot share what is to be replayed.
+        """
+        for minibatch in self._run["batches"].values():
+            dealt(minibatch, wanted.layout.data, 0)
         ends = {index: ends[ENDS[0]][0] for index, ends in self._run["boundaries"].items()}
         cuts = ", ".join(index for index, codecs in ends.items() if codecs["learners"] or any(codecs["codecs"]))
         if not cuts or self._same_boundaries(wanted):
@@ -252,6 +262,9 @@ def dealt(minibatch: Sequence[Tree], ranks: int, rank: int) -> Tree:
     Args:
         minibatch: ``training.loss.Replay`` of every data rank that there was, as nested dicts. Padding grows to the
             widest; denominators are the minibatch's already.
+
+    Raises:
+        ConfigError: ``ranks`` does not divide the sequences.
     """
     if ranks == len(minibatch):
         return minibatch[rank]
@@ -269,7 +282,12 @@ def dealt(minibatch: Sequence[Tree], ranks: int, rank: int) -> Tree:
             before = [widths[name][0] and prompt - columns for columns in left]
             whole = sum(widths[name])
             parts = [pad(x, (n, whole - n - x.shape[1])) for x, n in zip(parts, before, strict=True)]
-        share = sum(len(part) for part in parts) // ranks
+        share, left_over = divmod(sum(len(part) for part in parts), ranks)
+        if left_over:
+            raise ConfigError(
+                f"parallel.data={ranks}: the anchor still has to replay a minibatch of {share * ranks + left_over} "
+                f"sequences, which so many ranks cannot share evenly; use a divisor of it"
+            )
         return torch.cat(list(parts))[rank * share : (rank + 1) * share].clone()
 
     left = [replay["batch"]["prompt_columns"] for replay in minibatch]

@@ -68,10 +68,15 @@ def read_run(checkpoint: Path) -> RunFacts:
         layout = Layout(1 if together else parallel["pipeline"], parallel["data"], parallel["tensor"])
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
         topology = Topology(layout, parallel["pipeline"])
+        counts = (layout.pipeline, layout.data, layout.tensor, topology.stages, content["steps"] + 1)
+        if not all(isinstance(count, int) and count > 0 for count in counts):
+            raise ValueError(f"steps and ranks {counts}")
+        if settings["deepspeed"]["zero_stage"] not in (0, 1, 2, 3) or not isinstance(content["validation_start"], dict):
+            raise ValueError("zero_stage or validation_start")
         return RunFacts(content, topology, settings["deepspeed"]["zero_stage"], dtype[settings["model"]["dtype"]])
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); give a checkpoint of a run") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file} does not describe a run ({error!r}); restore the file") from error
 
 

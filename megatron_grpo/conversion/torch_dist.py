@@ -31,7 +31,7 @@ from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.behind import Behind
 from megatron_grpo.conversion.families import ModelShape
 from megatron_grpo.conversion.names import Weight, megatron_shape, padded_vocab
-from megatron_grpo.conversion.pickles import saved_tensor
+from megatron_grpo.conversion.pickles import save_tensors, saved_tensor
 from megatron_grpo.conversion.shards import shard, to_megatron
 
 BLOCK_BYTES, COPIED_BYTES = 2**24, 2**21
@@ -185,7 +185,7 @@ class DistWriter:
             self._save("__0_0.distcp", [_saved([None])], MetadataIndex(name))
         metadata = Metadata(self._entries, storage_data=self._storage)
         (self._directory / METADATA_FILE).write_bytes(pickle.dumps(metadata))
-        torch.save({"checkpoint_version": 3.0, "iteration": 0}, self._directory / COMMON_FILE)
+        save_tensors({"checkpoint_version": 3.0, "iteration": 0}, self._directory / COMMON_FILE)
         (self._directory / BACKEND_FILE).write_text(json.dumps(BACKEND) + "\n", encoding="utf-8")
 
 

@@ -32,6 +32,9 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 
+HF_FILES = ("config.json", "generation_config.json", "*.safetensors", INDEX_FILE, *TOKENIZER_FILES)
+"""All that a directory that is written here holds, as patterns."""
+
 Plan = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 

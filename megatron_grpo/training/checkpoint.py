@@ -17,9 +17,10 @@ import torch.distributed as dist
 from megatron_grpo.anchor.snapshots import Snapshot
 from megatron_grpo.boundary.build import DTYPES
 from megatron_grpo.config import Config
-from megatron_grpo.conversion.engine_files import State
+from megatron_grpo.conversion.engine_files import EngineFiles, State
 from megatron_grpo.conversion.formats import CARRIED, ENGINE, RUN_FILE
 from megatron_grpo.conversion.fragments import Fragment, Kind, plain_fragments
+from megatron_grpo.conversion.pickles import check_sums
 from megatron_grpo.conversion.run_state import UniversalState, rank_file
 from megatron_grpo.conversion.runs import Topology, read_run, stage_weights_of
 from megatron_grpo.conversion.shards import slice_of
@@ -29,7 +30,7 @@ from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.training.files import CheckpointFolder, write_json_atomic
 from megatron_grpo.training.loss import Replay
 from megatron_grpo.training.policy import Policy
-from megatron_grpo.training.resume import Progress, fixed_settings
+from megatron_grpo.training.resume import Progress, fixed_settings, refuse_code
 from megatron_grpo.training.step import StepRunner
 
 
@@ -65,7 +66,16 @@ def _carry(cfg: Config, folder: Path) -> None:
 
 
 def load_checkpoint(checkpoint: Path, policy: Policy, steps: StepRunner) -> None:
-    """Restore what :func:`save_checkpoint` wrote. Collective: every rank."""
+    """Restore what :func:`save_checkpoint` wrote. Collective: every rank.
+
+    Raises:
+        ConfigError: a file of this rank is damaged, or one of any rank asks to run something.
+    """
+    refuse_code(checkpoint)
+    facts = read_run(checkpoint)
+    files = EngineFiles(checkpoint / ENGINE, facts.topology.layout, facts.zero_stage, check=False)
+    files.check_rank(policy.groups.at)
+    check_sums(checkpoint / rank_file(policy.groups.rank))
     policy.engine.load(checkpoint, ENGINE)
     state = torch.load(checkpoint / rank_file(policy.groups.rank), weights_only=True, map_location=policy.device)
     policy.boundaries.load_state_dict(state["boundaries"])

@@ -1,12 +1,15 @@
 """Where a checkpoint stood, and whether a run may go on from it. No engine and no process group."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config import Config, ConfigError
-from megatron_grpo.conversion.formats import RUN_FILE, ZERO
+from megatron_grpo.conversion.engine_files import EngineFiles
+from megatron_grpo.conversion.families import model_shape
+from megatron_grpo.conversion.formats import CARRIED, ENGINE, ZERO
+from megatron_grpo.conversion.reader import read_hf_config
+from megatron_grpo.conversion.runs import read_run
 
 TOPOLOGY = ("parallel", "deepspeed", "model")
 """Settings that may differ from those under which a universal checkpoint was written."""
@@ -43,10 +46,12 @@ def read_progress(checkpoint: Path, cfg: Config) -> Progress:
     """Where the run of ``checkpoint`` stood.
 
     Raises:
-        ConfigError: it was written under settings that its state does not fit, each named.
+        ConfigError: it is damaged, or was written of another model or under settings that its state does not fit, each
+            named.
     """
-    state = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
+    state = read_run(checkpoint).content
     written, universal = state["settings"], is_universal(checkpoint)
+    _check_model(checkpoint, cfg)
     differing = [
         (section, f"{section}.{key}={value!r}: {checkpoint} was written with {written[section].get(key)!r}")
         for section, values in fixed_settings(cfg).items()
@@ -60,3 +65,26 @@ def read_progress(checkpoint: Path, cfg: Config) -> Progress:
             remedy += f", or from DIR after: megatron-grpo convert {checkpoint} DIR --to deepspeed-universal"
         raise ConfigError("\n".join((*sentences, remedy)))
     return Progress(state["steps"], state["validation_start"])
+
+
+def _check_model(checkpoint: Path, cfg: Config) -> None:
+    """Compare the model that ``checkpoint`` carries with that of ``cfg``."""
+    carried, given = (model_shape(read_hf_config(path)) for path in (checkpoint / CARRIED, Path(cfg.model.path)))
+    for name in carried.__dataclass_fields__:
+        before, now = getattr(carried, name), getattr(given, name)
+        if before != now:
+            raise ConfigError(
+                f"model.path={cfg.model.path} has {name}={now}, and {checkpoint} is of a model with {before}; resume "
+                "with the model that was trained"
+            )
+
+
+def refuse_code(checkpoint: Path) -> None:
+    """Look through DeepSpeed's files before it unpickles them freely; a universal checkpoint is never read so.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or asks to run something.
+    """
+    if not is_universal(checkpoint):
+        facts = read_run(checkpoint)
+        EngineFiles(checkpoint / ENGINE, facts.topology.layout, facts.zero_stage, check=False).refuse_code()

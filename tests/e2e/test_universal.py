@@ -1,9 +1,11 @@
 """A run that goes on elsewhere: train, convert, resume at another topology, as a user types it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +63,51 @@ def test_the_run_itself_resumes_elsewhere_only_by_way_of_it(run: Path, tmp_path:
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "parallel.pipeline=4:" in result.stderr and "was written with 2" in result.stderr
     assert "--to deepspeed-universal" in result.stderr
+
+
+class Hostile:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def damaged(run: Path, copy: Path, how: str) -> None:
+    """A copy of the run whose newest checkpoint has a file that is hostile, or in which a bit has changed."""
+    shutil.copytree(run, copy)
+    engine = copy / "checkpoints/tick000006/engine"
+    if how == "hostile":
+        file = engine / "mp_rank_01_model_states.pt"
+        content = torch.load(file, weights_only=False)
+        torch.save({**content, "more": Hostile(copy / "ran")}, file)
+        return
+    file = engine / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    file.write_bytes(raw)
+
+
+@pytest.mark.parametrize(("how", "message"), [("hostile", "asks to run"), ("flipped", "is damaged (checksum")])
+def test_a_checkpoint_that_is_not_what_was_written_is_not_resumed(
+    how: str, message: str, run: Path, tmp_path: Path
+) -> None:
+    """DeepSpeed would run what it unpickles, and go on from numbers that have changed."""
+    damaged(run, tmp_path / "copy", how)
+    given = ["train", SMOKE, *STAGES, "train.steps=4", "--resume", "auto", "--run-dir", str(tmp_path / "copy")]
+    result = megatron_grpo(*given)
+    assert result.returncode == 2 and message in result.stderr, result.stderr
+    assert not (tmp_path / "copy/ran").exists()
+
+
+def test_another_model_is_not_taken_for_the_one_that_was_trained(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples/tiny/policy", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
+    result = megatron_grpo("train", SMOKE, *STAGES, f"model.path={tmp_path / 'model'}", "--resume", str(run))
+    assert result.returncode == 2 and "has norm_eps=0.01, and" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_other_settings_stay_what_they_were(universal: Path, tmp_path: Path) -> None:

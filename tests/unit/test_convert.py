@@ -5,7 +5,10 @@ import json
 import os
 import pickle
 import runpy
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -115,7 +118,7 @@ def test_an_interleaved_pipeline_loses_no_layers_because_there_is_none(tied: Pat
     (tmp_path / "legacy/mp_rank_00").mkdir(parents=True)
     torch.save({"model0": {}, "model1": {}}, tmp_path / "legacy/mp_rank_00/model_optim_rng.pt")
     with pytest.raises(ConfigError, match=r"no table 'model' of one stage .interleaved schedules are not read"):
-        run(tmp_path / "legacy", tmp_path / "out", to="hf", config_dir=tied)
+        run(tmp_path / "legacy", tmp_path / "out", to="hf", config_dir=source)
 
 
 @pytest.mark.parametrize("layers", [43, 61, 78])
@@ -365,6 +368,9 @@ def test_targets_that_hold_something_else_stay(tied: Path, megatron: Path, tmp_p
 def test_a_config_of_another_model_is_refused(config_of: str, megatron: Path, tmp_path: Path) -> None:
     """E1: nothing is converted silently; an untied config misses its head, a biased model's biases are surplus."""
     other = random_model(config_of, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"describes another model than .*megatron/hf, which .* itself carries"):
+        run(megatron, tmp_path / "out", to="hf", config_dir=other)
+    shutil.rmtree(megatron / "hf")
     with pytest.raises(ConfigError, match=r"tensor .* (is missing from|is not a part of|has shape) .*same model"):
         run(megatron, tmp_path / "out", to="hf", config_dir=other)
     assert not (tmp_path / "out").exists()
@@ -566,13 +572,42 @@ def test_an_interrupted_conversion_leaves_the_old_one(
 
 def test_an_older_checkpoint_is_replaced_whole(tied: Path, tmp_path: Path) -> None:
     run(tied, tmp_path / "out", to="megatron", tensor=2, pipeline=3)
-    (tmp_path / ".out.writing").mkdir()
-    (tmp_path / ".out.writing/rubbish").write_text("of one that was killed")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left = tmp_path / f".out.{socket.gethostname()}.{gone.pid}.writing"
+    left.mkdir()
+    (left / "rubbish").write_text("of one that was killed")
     run(tied, tmp_path / "out", to="megatron")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert len(list((tmp_path / "out/release").glob("*.distcp"))) == 1
     tracker = (tmp_path / "out/latest_checkpointed_iteration.txt").read_text()
     assert tracker == "release" and json.loads((tmp_path / "out/release/metadata.json").read_text())
+
+
+def test_two_conversions_to_one_place_do_not_touch_each_other(tied: Path, tmp_path: Path) -> None:
+    """One runs inside the other; both end whole, the one that ends last stays."""
+    started = False
+
+    def another(done: int, total: int) -> None:
+        nonlocal started
+        if not started:
+            started = True
+            given = [sys.executable, "-m", "megatron_grpo", "convert", tied, tmp_path / "out", "--to", "hf"]
+            subprocess.run([*given, "--dtype", "float16"], check=True, capture_output=True)
+
+    convert(tied, tmp_path / "out", Wish(to="hf"), note=lambda text: None, progress=another)
+    assert started and same_weights(tied, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("to", "beside"), [("megatron", "iter_0001000"), ("hf", "tensorboard")])
+def test_a_directory_with_more_than_a_model_is_never_replaced(to: Any, beside: str, tied: Path, tmp_path: Path) -> None:
+    """A training run's checkpoints have a tracker too."""
+    run(tied, tmp_path / "out", to=to)
+    (tmp_path / "out" / beside).mkdir()
+    with pytest.raises(ConfigError, match=f"holds {beside} beside the model; give a new directory"):
+        run(tied, tmp_path / "out", to=to)
+    assert (tmp_path / "out" / beside).is_dir() and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_no_flipped_bit_of_a_safetensors_header_passes_unseen(tied: Path, tmp_path: Path) -> None:

@@ -58,6 +58,13 @@ def test_absent_fields_mean_what_transformers_makes_of_them() -> None:
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention=True"),
         (GPT2 | {"n_head": 5}, "n_embd=24 is not a multiple of n_head=5; correct config.json"),
         (GPT2 | {"rope_theta": 1e4}, "rope_theta=10000.0 in config.json is not known here"),
+        (LLAMA | {"is_causal": False}, "is_causal=False in config.json is not supported"),
+        (LLAMA | {"use_rope": False}, "use_rope=False in config.json is not known here"),
+        (LLAMA | {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' .* is neither true nor false"),
+        (LLAMA | {"num_hidden_layers": 10**12}, "is not a positive whole number up to"),
+        (LLAMA | {"rms_norm_eps": 10**400}, "is not a positive number"),
+        (LLAMA | {"layer_types": 5}, "is not a list of names"),
+        ({"architectures": [["x"]]}, "is not a list of names"),
         ({"architectures": ["Gemma2ForCausalLM"]}, r"Gemma2ForCausalLM.* \(it scales its embedding .* caps logits"),
         ({"architectures": ["Gemma3ForCausalLM"]}, "Gemma3ForCausalLM.* second RoPE base"),
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.* use a model of LlamaForCausalLM"),
@@ -70,7 +77,14 @@ def test_what_changes_the_forward_is_refused_by_name(config: dict[str, Any], mes
 
 
 def test_what_says_nothing_is_taken() -> None:
-    idle = {"use_mrope": False, "unsloth_version": "1", "_name_or_path": "x", "sliding_window": 32768, "new": None}
+    idle = {
+        "use_mrope": False,
+        "is_causal": True,
+        "unsloth_version": "1",
+        "_name_or_path": "x",
+        "sliding_window": 32768,
+        "new": None,
+    }
     assert model_shape(QWEN2 | idle) == model_shape(QWEN2)
 
 

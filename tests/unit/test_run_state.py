@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import pytest
 import torch
 
+from megatron_grpo.config import ConfigError
 from megatron_grpo.conversion.fragments import Fragment
 from megatron_grpo.conversion.run_state import dealt
 
@@ -57,6 +59,12 @@ def test_two_ranks_become_four_with_a_sequence_each() -> None:
 
 def test_as_many_ranks_keep_what_they_had() -> None:
     assert dealt([LEFT, RIGHT], 2, 1) is RIGHT
+
+
+def test_ranks_that_cannot_share_it_evenly_are_refused() -> None:
+    """No sequence is lost: 4 on 3 ranks."""
+    with pytest.raises(ConfigError, match=r"parallel.data=3: .* a minibatch of 4 sequences"):
+        dealt([LEFT, RIGHT], 3, 0)
 
 
 def test_a_fragment_is_a_range_and_its_padding() -> None:

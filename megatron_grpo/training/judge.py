@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 
 from megatron_grpo.backends.huggingface import Tokenizer
-from megatron_grpo.backends.megatron.scorer import ScoreModel, load_score_model
+from megatron_grpo.backends.megatron.score_model import ScoreModel, load_score_model
 from megatron_grpo.boundary.build import DTYPES
 from megatron_grpo.config import Config
 from megatron_grpo.data.problem import Problem

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from megatron_grpo.backends.megatron.cpu import megatron_runtime
-from megatron_grpo.backends.megatron.scorer import last_token, load_score_model
+from megatron_grpo.backends.megatron.score_model import last_token, load_score_model
 from megatron_grpo.parallel.groups import Layout, build_groups
 from tests.harness import run_ranks
 from tests.ranks.support import SIZES, VOCAB

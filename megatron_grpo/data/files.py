@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Row = tuple[int, Mapping[str, Any]]
 """Its number from 1 (a line of JSON lines, a row of a table), and its fields."""
 
+DEFAULT_SPLIT = "train"
 _SPLIT_NAME = re.compile(r"(train|test|valid|validation|dev|eval)(?=[-_.]|$)")
 
 
@@ -109,6 +110,8 @@ def _folder(path: Path, split: str, keys: Sequence[str]) -> list[Any]:
         if split not in splits:
             raise ConfigError(f"data.split={split}: {path} has {', '.join(splits) or 'none'}; use one of them")
         path = path / split
+    elif split != DEFAULT_SPLIT and (path / "state.json").is_file():
+        raise ConfigError(f"data.split={split}: {path} is one table without splits; leave data.split and val_split out")
     if (path / "state.json").is_file():
         names = [entry["filename"] for entry in _json_file(path / "state.json").get("_data_files", [])]
         return [_arrow(path / name, keys) for name in names]
@@ -132,6 +135,8 @@ def _of_split(path: Path, split: str) -> list[Path]:
 
     splits = {file: named(file) for file in files}
     if set(splits.values()) == {None}:
+        if split != DEFAULT_SPLIT:
+            raise ConfigError(f"data.split={split}: no file below {path} names a split; leave split and val_split out")
         return files
     chosen = [file for file in files if splits[file] == split]
     if not chosen:

@@ -102,6 +102,10 @@ def _validation_rows(data: SourceConfig, reading: Reading) -> list[Problem] | No
     """The rows of the validation table; None where there is none."""
     if data.val_path is None and data.val_split is None:
         return None
+    if data.val_split is not None and data.task != "folder":
+        raise ConfigError(
+            f"data.val_split={data.val_split}: only data.task=folder has splits; name a file in data.val_path"
+        )
     path = data.val_path or data.path
     assert path is not None
     table = data if data.val_split is None else data.model_copy(update={"split": data.val_split})

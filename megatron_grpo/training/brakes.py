@@ -46,9 +46,9 @@ class Brakes:
     def _stop(self, tick: int, row: Mapping[str, float], length: float | None) -> str | None:
         cfg, first = self._cfg, self._first_length
         gap, norm = row.get("rollout/logprob_gap", 0.0), row.get("policy/grad_norm", 0.0)
-        if cfg.stop_gap is not None and gap > cfg.stop_gap:
+        if cfg.stop_gap is not None and not gap <= cfg.stop_gap:  # NaN is above every limit
             return f"log-prob gap {gap:.3g} nats at tick {tick} is above train.stop_gap={cfg.stop_gap}"
-        if cfg.stop_grad_norm is not None and norm > cfg.stop_grad_norm:
+        if cfg.stop_grad_norm is not None and not norm <= cfg.stop_grad_norm:
             return f"gradient norm {norm:.3g} at tick {tick} is above train.stop_grad_norm={cfg.stop_grad_norm}"
         if cfg.stop_skipped is not None and self._skipped_in_row >= cfg.stop_skipped:
             return (

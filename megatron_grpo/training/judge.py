@@ -64,7 +64,7 @@ class Judge:
             elif kind in self._rules:
                 verdicts = score_batch(self._rules[kind], texts, problems, finished)
                 row_B.copy_(torch.tensor([_number(verdict) for verdict in verdicts]))
-                table[-1] *= torch.tensor([float(verdict.parsed) for verdict in verdicts])
+                table[-1] *= torch.tensor([float(verdict.parsed or verdict.reward is None) for verdict in verdicts])
         return table
 
     def _texts(self, responses: Sequence[Sequence[int]]) -> tuple[list[str], list[bool]]:

@@ -166,9 +166,10 @@ class StepRunner:
         _, scores, _ = self._rollouts.draw(
             [problems[index] for index in sampled], torch.tensor(sampled), rule, Pass("validation", dense=dense)
         )
-        reward_B = scores.reward_B.double().nan_to_num(0.0)
-        total = reward_B.sum() if mine else torch.zeros_like(reward_B.sum())
-        return sum_over(total, groups.data).item() / len(problems)
+        scored_B = ~scores.reward_B.isnan()
+        sums = torch.stack([scores.reward_B.double().nan_to_num(0.0).sum(), scored_B.double().sum()])
+        total, count = sum_over(sums if mine else torch.zeros_like(sums), groups.data).tolist()
+        return float(total / max(count, 1.0))
 
     def _calibration_batch(self) -> Batch:
         """Sampled uncompressed before both ends' eyes, scored, of whole micro-batches on every replica."""

@@ -381,6 +381,11 @@ def test_no_model_text_is_run_by_reasoning_gyms_rules(tmp_path: Path) -> None:
         "9**9**9**9",
         "9**99999999",
         "[0]*10**11",
+        f"(open#!\n('{trace}', 'w'))",
+        f'(eval#!\n(chr#!\n(111)+\'pen("{trace}","w")\'))',
+        "_\uff3fimport_\uff3f('os')",
+        "[].append",
+        "[open][0]",
     ]
     for name in ("n_queens", "spiral_matrix", "countdown", "polynomial_multiplication", "binary_matrix"):
         problem = build(DataConfig(task=f"reasoning_gym:{name}", val_size=1), 0).train_problem(0)

@@ -467,6 +467,12 @@ def test_several_rewards_have_names_and_weights() -> None:
     ]
 
 
+@pytest.mark.parametrize("text", ["1,234", "$5", "18.", "+3", "\N{MINUS SIGN}5", "Paris", r"\frac{1}{2}"])
+def test_the_very_text_of_a_gold_pays(text: str) -> None:
+    answer = gold_reader(RewardConfig(kind="exact"))("jsonl", text)
+    assert EXACT(text, answer, True).reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("kind", "answer", "want"),
     [

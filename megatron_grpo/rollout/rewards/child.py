@@ -33,9 +33,12 @@ def load_target(target: str) -> Callable[..., Any]:
 
 
 def main(target: str, limit_s: float, memory_gib: float) -> None:
-    """Answer calls until stdin ends. Stdout carries answers alone: what the function prints goes to stderr."""
+    """Answer calls until stdin ends. The two pipes are its alone: what the function prints goes to stderr, and what it
+    starts reads nothing."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    calls = os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
         function = load_target(target)
     except ValueError as error:
@@ -46,7 +49,7 @@ def main(target: str, limit_s: float, memory_gib: float) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is in the middle of
     answers.write("ready\n")
     failures = 0
-    while (args := _next(sys.stdin.buffer)) is not None:
+    while (args := _next(calls)) is not None:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             reply = json.dumps({"value": function(*args)}, default=_plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_grpo.rollout.rewards.extract import MARKER
+from megatron_grpo.rollout.rewards.gold import value_gold
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, Verdict, without_stop_text
 
 
@@ -18,10 +19,18 @@ def chain_sum_reward(response: str, answer: str, finished: bool) -> Verdict:
 def exact_reward(response: str, answer: str, finished: bool) -> Verdict:
     """1 iff the response ended by itself and what follows its last `####`, or all of it, is the answer.
 
-    Space around either is ignored and nothing else: no reading of numbers (that is `math`).
+    Space around either is ignored, and a number is written as golds are (`gold.value_gold`): no `$`, commas, final dot.
+    Numbers are not compared by value otherwise (that is `math`).
     """
     said = without_stop_text(response).rsplit(MARKER, 1)[-1].strip()
     if not finished or not said:
         return UNREADABLE
     gold = answer.strip()
-    return Verdict(float(bool(gold) and said == gold), True)
+    return Verdict(float(bool(gold) and gold in (said, _as_a_gold(said))), True)
+
+
+def _as_a_gold(said: str) -> str | None:
+    try:
+        return value_gold(said)
+    except ValueError:
+        return None

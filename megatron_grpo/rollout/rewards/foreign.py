@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 from megatron_grpo.config import ConfigError
 from megatron_grpo.rollout.rewards.limit import LimitedFunction
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict
 
 PREFIX = "python:"
+LARGEST = 3.4e38
+"""Scores are fp32."""
 
 
 class ForeignReward:
@@ -39,7 +39,7 @@ class ForeignReward:
             value, parsed = value["reward"], bool(value["parsed"])
         if value is None:
             return Verdict(None, False)
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, int | float) or not abs(value) <= LARGEST:
             raise ConfigError(
                 f"reward.kind={self._kind}: returned {str(outcome.value)[:100]}; return a finite number, or None"
             )

@@ -33,7 +33,19 @@ def value_gold(answer: str) -> str:
         raise ValueError(
             f"its answer {_shown(gold)} is prose, not a value (write a value, or end a solution in '#### value')"
         )
+    if not any(character.isalnum() for character in gold) or not _balanced(gold):
+        raise ValueError(f"its answer {_shown(gold)} cannot be read as a value")
     return gold
+
+
+def _balanced(text: str) -> bool:
+    """Whether every brace that opens is closed."""
+    depth = 0
+    for character in text:
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def number_gold(answer: str) -> str:
@@ -51,11 +63,6 @@ def choice_gold(answer: str) -> str:
     if match is None:
         raise ValueError(f"its answer {_shown(gold)} is not one letter (reward.kind=choice compares letters)")
     return match[1].upper()
-
-
-def any_gold(answer: str) -> str:
-    """The answer as it is."""
-    return answer
 
 
 def _not_empty(gold: str) -> str:

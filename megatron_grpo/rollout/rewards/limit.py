@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -71,7 +72,7 @@ class LimitedFunction:
     def close(self) -> None:
         """End the child."""
         if self._child is not None:
-            self._child.kill()
+            _end_group(self._child)
             self._child.wait()
             for pipe in (self._child.stdin, self._child.stdout):
                 assert pipe is not None
@@ -93,7 +94,7 @@ class LimitedFunction:
             env=environment,
             start_new_session=True,  # a signal to the run's group is not for it: it ends with its stdin
         )
-        weakref.finalize(self, child.kill)
+        weakref.finalize(self, _end_group, child)
         ready = self._read(child, START_LIMIT_S)
         if ready != "ready":
             self.close()
@@ -115,3 +116,11 @@ class LimitedFunction:
                 return None
             data += chunk
         return data.decode().strip()
+
+
+def _end_group(child: subprocess.Popen[bytes]) -> None:
+    """End the child, which leads a group of its own, and whatever the function started in it."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:  # all of them have ended
+        return

@@ -1,12 +1,16 @@
 """The own rules of reasoning-gym's tasks.
 
-Some of them read an answer with `eval` or sympy's parser. So no text reaches them that could call, reach into or define
-anything: what is left are numbers, words, lists and arithmetic. They run in a process of their own, under limits.
+Some of them read an answer with `eval` or sympy's parser. So only two kinds of text reach them, by an allow-list: words
+and operators without a bracket or quote, in which nothing can be called; and what Python itself parses as numbers,
+texts and names in lists and arithmetic, without a call, an attribute or an index. They run in a process of their own,
+under limits.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+import unicodedata
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -18,7 +22,12 @@ from megatron_grpo.rollout.rewards.verdict import UNREADABLE, Question, Verdict,
 
 PREFIX = "reasoning_gym:"
 _LONGEST = 2000
-_CALL = re.compile(r"[\w)\]}'\"]\s*\(|__|\w\s*\.\s*[A-Za-z_]|\blambda\b|\bfor\b|\*\*.*\*\*|[@`\\]|:=", re.DOTALL)
+_WORDS = re.compile(r"(?:[\w\s,.;:!?%$/<>|&^~=+*-]|(?<=[A-Za-z])'(?=[A-Za-z]))*")
+_TOWER = re.compile(r"\*\*.*\*\*|\^.*\^", re.DOTALL)
+_ARITHMETIC = (
+    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple, ast.Dict, ast.BinOp, ast.UnaryOp),
+    *(ast.operator, ast.unaryop),
+)
 
 
 class ReasoningReward:
@@ -37,13 +46,30 @@ class ReasoningReward:
             return UNREADABLE
         if said == question.answer:
             return Verdict(1.0, True)
-        if len(said) > _LONGEST or _CALL.search(said):
+        if not is_harmless(said):
             return Verdict(0.0, False)
         assert question.entry is not None
         outcome = self._call(question.task.removeprefix(PREFIX), said, dict(question.entry))
         if outcome.value is None:
             return UNREADABLE
         return Verdict(min(1.0, max(0.0, float(outcome.value))), True)
+
+
+def is_harmless(said: str) -> bool:
+    """Whether a rule that evaluates it could only work out numbers, texts and lists."""
+    if len(said) > _LONGEST or "__" in unicodedata.normalize("NFKC", said) or _TOWER.search(said):
+        return False
+    return _WORDS.fullmatch(said) is not None or _is_arithmetic(said)
+
+
+def _is_arithmetic(said: str) -> bool:
+    if not said.isascii() or "#" in said or "\\" in said:
+        return False
+    try:
+        tree = ast.parse(said.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree))
 
 
 def own_score(name: str, said: str, entry: Mapping[str, Any]) -> float:

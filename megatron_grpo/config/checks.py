@@ -7,6 +7,8 @@ from math import ceil, floor, gcd
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from .engine import conflicts, read_settings
 from .errors import ConfigError
 from .files import data_errors, tokenizer_size, weight_errors
@@ -24,6 +26,7 @@ def check_config(config: Config) -> list[str]:
         *_geometry(config),
         *_importance(config.grpo),
         *_rewards(config),
+        *_idle(config),
         *_circuit(config),
         *_shared_basis(config),
         *_payloads(config.boundary),
@@ -182,6 +185,26 @@ def _rewards(config: Config) -> Iterator[str]:
     names = [reward_name(kind) for kind in reward.weighted]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"reward.weights: {name} are several, which the metrics would mix; give their folders different names"
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """Keys that say something which nothing would heed."""
+    grpo, reward, data = config.grpo, config.reward, config.data
+    tables = any(source.val_path or source.val_split for source in data.sources)
+    idle: tuple[tuple[str, BaseModel, tuple[str, ...], bool, str], ...] = (
+        ("grpo", grpo, ("is_floor", "is_correction"), grpo.is_cap is not None, "grpo.is_cap"),
+        ("grpo", grpo, ("resample_rounds",), grpo.dead_groups == "resample", "grpo.dead_groups=resample"),
+        ("reward", reward, ("overlong_weight",), reward.overlong_buffer > 0, "reward.overlong_buffer"),
+        ("reward", reward, ("flexible",), "gsm8k" in reward.weighted, "the reward gsm8k"),
+        ("reward", reward, ("kind",), not reward.weights, "an empty reward.weights, which names the rewards"),
+        ("data", data, ("task", "path"), not data.mix, "an empty data.mix, whose entries name the tasks"),
+        ("data", data, ("val_rows",), tables, "data.val_path or val_split"),
+    )
+    for name, section, keys, heeded, needed in idle:
+        for key in keys:
+            value = getattr(section, key)
+            if not heeded and value != type(section).model_fields[key].default:
+                yield f"{name}.{key}={value}: does nothing without {needed}; leave it out"
 
 
 def _nearest_multiples(value: int, unit: int) -> list[int]:

@@ -264,8 +264,8 @@ class RolloutConfig(Section):
     path: Literal["dense", "codec", "auto"] = "auto"
     """Whether the boundaries are compressed while sampling; auto: where the measured gap is at most gap_limit."""
     gap_limit: PositiveFloat = 0.1
-    """Mean difference of a token's log-prob between dense and coded boundaries, nats."""
-    """Median |trainer - sampler| log-prob, in nats, up to which auto samples through the codec."""
+    """Mean difference of a token's log-prob between dense and coded boundaries, in nats, up to which auto samples
+    through the codec."""
     in_flight: Positive | None = None
     """Micro-batches under way at once; parallel.pipeline when absent."""
     micro_batches: Positive | None = None

@@ -211,6 +211,8 @@ class _Run:
             self._limit = next((state.stop for state in states if state.stop), None)
             alarmed = stands and self._cfg.anchor.alarm == "stop"
             self._alarmed = (alarmed or self._limit is not None) and done < train.steps
+            if self._limit is not None and not self._alarmed:
+                notices.append(f"the {self._limit}; it was the last step")
             if not self._stop and (done % train.eval_every == 0 or done == train.steps or self._alarmed):
                 rows[-1] |= steps.validate()
             for row in rows:

@@ -610,3 +610,23 @@ def test_the_prompts_per_step_that_are_offered_work(home: Path, prompts: int) ->
     message = checked(home, f"grpo.prompts_per_step={prompts}")
     for offered in message.rpartition("use ")[2].split(" or "):
         assert checked(home, f"grpo.prompts_per_step={offered}") == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["grpo.is_floor=0.5"], "grpo.is_floor=0.5: does nothing without grpo.is_cap; leave it out"),
+        (["grpo.resample_rounds=5"], "grpo.resample_rounds=5: does nothing without grpo.dead_groups=resample"),
+        (["reward.overlong_weight=2.0"], "reward.overlong_weight=2.0: does nothing without reward.overlong_buffer"),
+        (["reward.flexible=true"], "reward.flexible=True: does nothing without the reward gsm8k"),
+        (["reward.kind=math", "reward.weights={exact: 1}"], "reward.kind=math: does nothing without an empty"),
+        (["data.val_rows='0:5'"], "data.val_rows=0:5: does nothing without data.val_path or val_split"),
+    ],
+)
+def test_what_nothing_would_heed_is_refused(home: Path, overrides: list[str], message: str) -> None:
+    assert message in checked(home, *overrides)
+
+
+def test_what_belongs_together_is_taken(home: Path) -> None:
+    together = ["grpo.is_floor=0.5", "grpo.is_cap=2.0", "reward.overlong_weight=2.0", "reward.overlong_buffer=4"]
+    assert "does nothing" not in checked(home, *together)

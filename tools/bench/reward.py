@@ -27,7 +27,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples/reward_stage/run.yaml"
 QUICK = ("train.eval_every=1000", "train.save_every=1000", "data.val_size=8", "logging.tensorboard=false")
 
 THOUGHT = "First I add the two numbers, then I take away what was eaten, so that some are left over. "
-FORMULAS = [(r"\sqrt{8}", r"2\sqrt{2}"), ("(x+1)^2", "x^2+2x+1"), (r"\frac{x}{2}", "x/2"), ("2x+3", "x+3")]
 
 Answers = list[tuple[str, str]]
 """Response and gold."""
@@ -49,7 +48,14 @@ def letters(draw: random.Random) -> tuple[str, str]:
 
 
 def formulas(draw: random.Random) -> tuple[str, str]:
-    gold, said = draw.choice(FORMULAS)
+    number = draw.randrange(2, 1000)  # hardly any pair twice: the parser remembers
+    pairs = [
+        (rf"\sqrt{{{4 * number}}}", rf"2\sqrt{{{number}}}"),
+        (f"(x+{number})^2", f"x^2+{2 * number}x+{number**2}"),
+        (rf"\frac{{x}}{{{number}}}", f"x/{number}"),
+        (f"{number}x+3", f"x+{number}"),
+    ]
+    gold, said = draw.choice(pairs)
     return words(draw) + rf"\boxed{{{said}}}", gold
 
 

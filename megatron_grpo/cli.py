@@ -63,7 +63,10 @@ def train(
             _quiet_engines()
             from megatron_grpo.training.loop import train as train_on_this_rank
 
-            raise typer.Exit(train_on_this_rank(cfg, target, resume))
+            code = train_on_this_rank(cfg, target, resume)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)  # all is written; on the usual way out the engines' threads may still abort the process
         _check_problems(cfg)
         from megatron_grpo.launch import start_local
 

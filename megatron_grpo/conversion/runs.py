@@ -5,6 +5,7 @@ A run checkpoint is a directory with ``run.json`` (where the run stood, and unde
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,30 @@ def read_run(checkpoint: Path) -> RunFacts:
         raise ConfigError(f"{file} does not describe a run ({error!r}); restore the file") from error
 
 
-class RunReader:
+class MasterWeights(ABC):
+    """What a run trains, as the fp32 master weights and Adam's moments, whatever they are stored in: a ``Source``."""
+
+    def __init__(self, facts: RunFacts, shape: ModelShape) -> None:
+        self._dtype, self._shape = facts.dtype, shape
+
+    @abstractmethod
+    def tensor(self, weight: Weight, state: State) -> torch.Tensor:
+        """Megatron's whole tensor of ``weight``, fp32, without padding of the vocabulary; it may be mapped."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give back the memory of what was read."""
+
+    def weight_dtype(self, weight: Weight) -> torch.dtype:
+        """The dtype that the run trains in; it is a rounding of the master weights."""
+        return self._dtype
+
+    def parts(self, weight: Weight) -> tuple[torch.Tensor, ...]:
+        """The Hugging Face tensors of ``weight``, fp32."""
+        return to_hf(self.tensor(weight, "fp32"), weight, self._shape)
+
+
+class RunReader(MasterWeights):
     """The weights and Adam's moments of a run checkpoint, each put together when it is asked for.
 
     Raises:
@@ -88,7 +112,8 @@ class RunReader:
     """
 
     def __init__(self, checkpoint: Path, facts: RunFacts, shape: ModelShape) -> None:
-        self._checkpoint, self._shape, self._dtype, self._layout = checkpoint, shape, facts.dtype, facts.topology.layout
+        super().__init__(facts, shape)
+        self._checkpoint, self._layout = checkpoint, facts.topology.layout
         self._files = EngineFiles(checkpoint / ENGINE, facts.topology.layout, facts.zero_stage)
         self._place: dict[str, tuple[int, Weight]] = {}
         self._copy: Weight | None = None
@@ -105,14 +130,6 @@ class RunReader:
     def deepspeed_version(self) -> str:
         """Of the DeepSpeed that wrote the checkpoint."""
         return self._files.version
-
-    def weight_dtype(self, weight: Weight) -> torch.dtype:
-        """The dtype that the run trains in; it is a rounding of the master weights."""
-        return self._dtype
-
-    def parts(self, weight: Weight) -> tuple[torch.Tensor, ...]:
-        """The Hugging Face tensors of ``weight``, fp32."""
-        return to_hf(self.tensor(weight, "fp32"), weight, self._shape)
 
     def tensor(self, weight: Weight, state: State) -> torch.Tensor:
         """Megatron's whole tensor of ``weight``, fp32, without padding of the vocabulary; it may be mapped.

@@ -19,8 +19,7 @@ from megatron_grpo.conversion.formats import ZERO
 from megatron_grpo.conversion.names import Weight, megatron_shape, model_table, stored_name
 from megatron_grpo.conversion.pickles import check_sums, load_mapped, save_tensors
 from megatron_grpo.conversion.run_state import FOLDER, RUN_STATE, RankStates, run_state
-from megatron_grpo.conversion.runs import RunFacts, RunReader
-from megatron_grpo.conversion.shards import to_hf
+from megatron_grpo.conversion.runs import MasterWeights, RunFacts, RunReader
 
 OPTIMIZER_STATE = "optimizer_state.pt"
 MUCH_BYTES = 2**24
@@ -112,7 +111,7 @@ def _write_optimizer(reader: RunReader, folder: Path) -> None:
     )
 
 
-class UniversalReader:
+class UniversalReader(MasterWeights):
     """The weights and Adam's moments of a universal checkpoint, each read, and its checksums compared, when asked for.
 
     Raises:
@@ -120,7 +119,8 @@ class UniversalReader:
     """
 
     def __init__(self, folder: Path, facts: RunFacts, shape: ModelShape) -> None:
-        self._folder, self._shape, self._dtype = folder, shape, facts.dtype
+        super().__init__(facts, shape)
+        self._folder = folder
         self._checked: set[Path] = set()
         wanted = {weight.megatron for weight in model_table(shape)}
         there = (
@@ -135,14 +135,6 @@ class UniversalReader:
         """Updates that Adam has made."""
         first = next(model_table(self._shape))
         return float(self._read(self._folder / ZERO / first.megatron / "step.pt"))
-
-    def weight_dtype(self, weight: Weight) -> torch.dtype:
-        """The dtype that the run trained in; it is a rounding of the master weights."""
-        return self._dtype
-
-    def parts(self, weight: Weight) -> tuple[torch.Tensor, ...]:
-        """The Hugging Face tensors of ``weight``, fp32."""
-        return to_hf(self.tensor(weight, "fp32"), weight, self._shape)
 
     def tensor(self, weight: Weight, state: State) -> torch.Tensor:
         """Megatron's whole tensor of a ``weight`` of any stage, fp32, mapped, without padding of the vocabulary.

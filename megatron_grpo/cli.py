@@ -291,14 +291,14 @@ def _checked(config: Path, overrides: list[str] | None) -> Config:
 def _check_problems(cfg: Config) -> None:
     """Every row of the data and every gold answer, and functions and models that score: before any rank starts."""
     from megatron_grpo.data import Reading, build_task
-    from megatron_grpo.rollout.rewards import build_rewards, gold_reader
+    from megatron_grpo.rollout.rewards import build_rewards, gold_check
 
     build_rewards(cfg.reward)
     if cfg.reward.models:
         from megatron_grpo.backends.reward_models import check_reward_models
 
         check_reward_models(cfg)
-    build_task(cfg.data, cfg.train.seed, Reading(gold_reader(cfg.reward)))
+    build_task(cfg.data, cfg.train.seed, Reading(gold_check(cfg.reward)))
 
 
 def _check_run_dir(run_dir: Path, given: bool, resume: str | None) -> None:

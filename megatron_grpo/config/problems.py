@@ -116,7 +116,8 @@ class RewardConfig(Section):
     flexible: bool = False
     """gsm8k: without #### the last number of the response counts."""
     time_limit: PositiveFloat = 5.0
-    """Seconds for one sample of math, of reasoning_gym's own rules and of python functions; after it the score is 0."""
+    """Seconds for one sample of math, of reasoning_gym's own rules and of python functions; after it the score is 0.
+    A step's scoring takes half of parallel.timeout_s at most: what is left then has no score."""
     overlong_buffer: Natural = 0
     """Tokens before rollout.max_response in which the reward falls by up to overlong_weight (DAPO); 0: none."""
     overlong_weight: NonNegativeFloat = 1.0
@@ -133,6 +134,8 @@ class RewardConfig(Section):
     def _all_known(cls, value: dict[str, float]) -> dict[str, float]:
         for kind in value:
             _check_reward(kind)
+        if value and not any(value.values()):
+            raise ValueError("are all zero: no response would be worth more than another; give one of them a weight")
         return value
 
     @property

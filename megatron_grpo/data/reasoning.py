@@ -76,10 +76,10 @@ class ReasoningTask:
         try:
             if not self._reading.fits(prompt):
                 return None
-            gold = self._reading.gold(self._data.task, answer)
+            self._reading.check(self._data.task, answer)
         except ValueError as error:
             raise ConfigError(f"data.task={self._data.task}: {error}; use reward.kind=exact, the task's own") from error
-        return Problem(identity, prompt, gold, task=self._data.task, entry=entry)
+        return Problem(identity, prompt, answer, task=self._data.task, entry=entry)
 
     def _dataset(self, stream: str, number: int) -> Any:
         digest = hashlib.sha256(f"{self._data.task}/{stream}/{number}".encode()).digest()

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 QUESTION_SLOT = "{question}"
 
 
-def as_it_is(task: str, answer: str) -> str:
-    """Any answer will do."""
-    return answer
+def any_answer(task: str, answer: str) -> None:
+    """Every answer will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +28,13 @@ class Reading:
     """What a run asks of every problem.
 
     Attributes:
-        gold: (task, answer) -> the answer as the rewards want it; raises ValueError in words.
+        check: (task, answer) -> nothing; raises ValueError, in words, for an answer that a reward cannot read.
         length: tokens of a prompt; None: nobody asks.
         max_prompt: the most of them.
         drops: whether a longer one is left out; otherwise it is an error.
     """
 
-    gold: Callable[[str, str], str] = as_it_is
+    check: Callable[[str, str], None] = any_answer
     length: Callable[[str], int] | None = None
     max_prompt: int = 0
     drops: bool = False
@@ -69,6 +68,11 @@ class RowTask:
         rows = read_rows(Path(data.path), data, data.rows, reading)
         held_out = _validation_rows(data, reading)
         if held_out is not None:
+            if len(held_out) < val_size:
+                raise ConfigError(
+                    f"data.val_size={val_size}: the validation table has {len(held_out)} rows; use at most "
+                    f"{len(held_out)}, or one with more"
+                )
             self._validation = [replace(row, id=rows[-1].id + row.id) for row in held_out[:val_size]]
             self._train = rows
         elif val_size >= len(rows):
@@ -146,7 +150,8 @@ def _problem(row: Mapping[str, Any], number: int, data: SourceConfig, reading: R
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"{data.answer_key!r} is neither a text nor a number")
     prompt = data.prompt_template.replace(QUESTION_SLOT, question)
-    return Problem(number, prompt, reading.gold(data.task, str(answer)), task=data.task)
+    reading.check(data.task, str(answer))
+    return Problem(number, prompt, str(answer), task=data.task)
 
 
 def _field(row: Mapping[str, object], key: str) -> object:

@@ -8,10 +8,10 @@ import torch
 from megatron_grpo.config import DIRECTIONS, Direction
 
 Link = Literal["pipeline", "tensor", "data"]
-Kind = Literal["fast", "old_logprob", "anchor", "basis", "rollout", "validation"]
+Kind = Literal["fast", "old_logprob", "anchor", "basis", "rollout", "validation", "reward"]
 
 LINKS: tuple[Link, ...] = ("pipeline", "tensor", "data")
-KINDS: tuple[Kind, ...] = ("fast", "old_logprob", "anchor", "basis", "rollout", "validation")
+KINDS: tuple[Kind, ...] = ("fast", "old_logprob", "anchor", "basis", "rollout", "validation", "reward")
 BFLOAT16_BYTES = 2
 
 Entry = tuple[str, str, str]
@@ -45,7 +45,8 @@ class Ledger:
 
 
 def byte_metrics(counts: torch.Tensor) -> dict[str, float]:
-    """Metric keys from a sum of :meth:`Ledger.take` over ranks. Bytes cross pipeline links, basis also data links."""
+    """Metric keys from a sum of :meth:`Ledger.take` over ranks. Bytes cross pipeline links, basis also data links;
+    reward is what goes to a reward stage and comes back, validation included."""
     half = len(_ENTRIES)
     sent = dict(zip(_ENTRIES, counts[:half].tolist(), strict=True))
     dense = dict(zip(_ENTRIES, counts[half:].tolist(), strict=True))
@@ -61,6 +62,7 @@ def byte_metrics(counts: torch.Tensor) -> dict[str, float]:
         "boundary/bytes_basis": total(sent, "basis", ("pipeline", "data")),
         "boundary/bytes_old_logprob": total(sent, "old_logprob"),
         "boundary/bytes_rollout": total(sent, "rollout"),
+        "boundary/bytes_reward": total(sent, "reward"),
         "boundary/bytes_dense_equivalent": total(dense, "fast"),
         "boundary/bytes_dense_total": sum(total(dense, kind) for kind in ("fast", "old_logprob", "rollout")),
     }

@@ -46,6 +46,10 @@ class Brakes:
     def _stop(self, tick: int, row: Mapping[str, float], length: float | None) -> str | None:
         cfg, first = self._cfg, self._first_length
         gap, norm = row.get("rollout/logprob_gap", 0.0), row.get("policy/grad_norm", 0.0)
+        if row.get("reward/unscored_frac") == 1.0:
+            return (
+                f"no response of tick {tick} has a score, and there is nothing to learn from: see what the reward says"
+            )
         if cfg.stop_gap is not None and not gap <= cfg.stop_gap:  # NaN is above every limit
             return f"log-prob gap {gap:.3g} nats at tick {tick} is above train.stop_gap={cfg.stop_gap}"
         if cfg.stop_grad_norm is not None and not norm <= cfg.stop_grad_norm:

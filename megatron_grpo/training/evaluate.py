@@ -22,6 +22,6 @@ def evaluate(cfg: Config) -> dict[str, float]:
         check_reward_models(cfg)
         with (
             policy_runtime(cfg, groups, deepspeed_settings(cfg), device) as policy,
-            scorer_of(cfg, tokenizer, groups, device) as scorer,
+            scorer_of(cfg, tokenizer, groups, device, policy.ledger) as scorer,
         ):
             return StepRunner(cfg, policy, build_problems(cfg, tokenizer), scorer, tokenizer).validate()

@@ -14,10 +14,13 @@ from megatron_grpo.boundary.build import DTYPES
 from megatron_grpo.config import Config
 from megatron_grpo.data.problem import Problem
 from megatron_grpo.parallel.groups import ParallelGroups
-from megatron_grpo.rollout.rewards import NamedReward, Verdict, build_rewards, score_batch
+from megatron_grpo.rollout.rewards import NamedReward, Patience, Verdict, build_rewards, score_batch
 from megatron_grpo.training.timeline import Timeline
 
 Ids = Sequence[int]
+
+PATIENCE_SHARE = 0.5
+"""Of the time that links wait: what slow rules may take."""
 
 
 class Judge:
@@ -29,6 +32,7 @@ class Judge:
         models: those by model, by kind.
         tokenizer: the policy's, whose ids they are; end tokens are not part of the text.
         timeline: where the work is noted, if anywhere.
+        patience: what the rules may take for one micro-batch; they share it.
     """
 
     def __init__(
@@ -38,9 +42,11 @@ class Judge:
         models: Mapping[str, ScoreModel],
         tokenizer: Tokenizer,
         timeline: Timeline | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._kinds, self._models, self._tokenizer, self._timeline = tuple(kinds), models, tokenizer, timeline
         self._rules = {rule.name: rule for rule in rules}
+        self._patience = patience
 
     def __call__(
         self, prompts: Sequence[Ids], responses: Sequence[Sequence[int]], problems: Sequence[Problem]
@@ -55,12 +61,13 @@ class Judge:
     ) -> torch.Tensor:
         table = torch.zeros(len(self._kinds) + 1, len(responses))
         table[-1] = 1.0
+        if self._patience is not None:
+            self._patience.renew()
         texts, finished = self._texts(responses) if self._rules else ([], [])
         for row_B, kind in zip(table, self._kinds, strict=False):
             if kind in self._models:
-                row_B.copy_(
-                    self._models[kind]([[*prompt, *ids] for prompt, ids in zip(prompts, responses, strict=True)])
-                )
+                said_B = self._models[kind]([[*prompt, *ids] for prompt, ids in zip(prompts, responses, strict=True)])
+                row_B.copy_(said_B.masked_fill(~said_B.isfinite(), float("nan")))
             elif kind in self._rules:
                 verdicts = score_batch(self._rules[kind], texts, problems, finished)
                 row_B.copy_(torch.tensor([_number(verdict) for verdict in verdicts]))
@@ -96,5 +103,7 @@ def build_judge(
         )
         for kind, directory in cfg.reward.models.items()
     }
-    rules = build_rewards(cfg.reward) if groups.at.tensor == 0 else ()
-    return Judge(tuple(cfg.reward.weighted), rules, models, tokenizer, timeline)
+    # The other ranks wait parallel.timeout_s for the scores of a whole batch.
+    patience = Patience(PATIENCE_SHARE * cfg.parallel.timeout_s / cfg.sampling_micro_batches)
+    rules = build_rewards(cfg.reward, patience) if groups.at.tensor == 0 else ()
+    return Judge(tuple(cfg.reward.weighted), rules, models, tokenizer, timeline, patience)

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -28,8 +29,8 @@ from megatron_grpo.training.export import export_policy
 from megatron_grpo.training.files import CheckpointError, CheckpointFolder
 from megatron_grpo.training.metrics import NullRecorder, Recorder, RunRecord
 from megatron_grpo.training.policy import Policy, policy_runtime
-from megatron_grpo.training.problems import build_problems
-from megatron_grpo.training.resume import Progress, is_universal, read_progress
+from megatron_grpo.training.problems import build_problems, digest_of
+from megatron_grpo.training.resume import Progress, check_problems, is_universal, read_progress
 from megatron_grpo.training.reward_stage import scorer_of, serve
 from megatron_grpo.training.step import Row, StepRunner
 from megatron_grpo.training.timeline import Timeline
@@ -147,21 +148,23 @@ class _Run:
         task = build_problems(cfg, tokenizer)
         check_reward_models(cfg)
         checkpoint = self._checkpoints.resolve(resume, note=self._say) if resume else None
+        progress = Progress(0, {}, digest_of(task))
+        if checkpoint is not None:
+            problems, progress = progress.problems, read_progress(checkpoint, cfg)
+            check_problems(checkpoint, progress, problems)
         timeline = _timeline(cfg, self._run_dir, self._groups)
         with (
             policy_runtime(cfg, self._groups, deepspeed_settings(cfg), self._device, timeline) as policy,
-            scorer_of(cfg, tokenizer, self._groups, self._device, timeline) as scorer,
+            scorer_of(cfg, tokenizer, self._groups, self._device, policy.ledger, timeline) as scorer,
         ):
             steps = StepRunner(cfg, policy, task, scorer, tokenizer)
-            progress = Progress(0, {})
             if checkpoint is not None:
-                progress = read_progress(checkpoint, cfg)
                 self._load(checkpoint, policy, steps)
             record = self._open_record(progress)
             if checkpoint is None:
                 steps.calibrate()
             if not progress.validation_start:
-                progress = Progress(0, steps.validate())
+                progress = replace(progress, validation_start=steps.validate())
             record.log(_scores("before training", progress.validation_start))
             progress = self._steps(steps, policy, record, progress)
             if self._stop:
@@ -219,7 +222,7 @@ class _Run:
                 record.write_row(row)
             for notice in notices:
                 record.log(notice)
-            progress = Progress(done, progress.validation_start)
+            progress = replace(progress, steps=done)
             if done % train.save_every == 0 or done == train.steps or self._stop or self._alarmed:
                 save_checkpoint(self._cfg, self._checkpoints, policy, steps, progress)
             if self._stop:

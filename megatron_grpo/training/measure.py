@@ -19,10 +19,18 @@ from megatron_grpo.training.tick import TickReport
 
 @dataclass(frozen=True, slots=True)
 class RolloutTimes:
-    """Seconds of sampling and scoring, of scoring alone, and the sequences that were drawn to take others' places."""
+    """What a step's rollout took.
+
+    Attributes:
+        seconds: of sampling and scoring.
+        reward: of scoring alone.
+        tokens: of all responses that were sampled, those that others took the place of included.
+        fresh: sequences that were drawn to take others' places.
+    """
 
     seconds: float
     reward: RewardTimes
+    tokens: int
     fresh: int = 0
 
 
@@ -46,7 +54,7 @@ class RolloutFigures:
 
     def sums(self) -> torch.Tensor:
         """fp64: sequences, scored ones, reward, squared reward, parse failures, tokens, truncated, drawn anew,
-        groups, dead groups; then the sum and the number of scores of each part."""
+        groups, dead groups, tokens sampled; then the sum and the number of scores of each part."""
         reward = self.reward_BG.double()
         values = [
             float(reward.numel()),
@@ -59,6 +67,7 @@ class RolloutFigures:
             float(self.times.fresh),
             float(len(reward)),
             dead_groups(self.raw_BG).sum(),
+            float(self.times.tokens),
         ]
         for part_B in self.part_KB.double():
             values += [part_B.nansum(), (~part_B.isnan()).sum()]
@@ -83,7 +92,7 @@ class Measure:
         device = policy.device
         bytes_sent = sum_over(policy.ledger.take().to(device), policy.groups.policy)
         sums = report.sums if self._owns_loss else torch.zeros_like(report.sums)
-        width = 10 + 2 * len(self._rewards)
+        width = 11 + 2 * len(self._rewards)
         rollout = torch.zeros(width, dtype=torch.float64, device=device)
         if figures is not None and self._leads_replica:
             rollout = figures.sums()
@@ -152,7 +161,7 @@ def q_errors(table: torch.Tensor) -> dict[str, float]:
 
 def rollout_metrics(sums: list[float], seconds: float, rewards: Sequence[str]) -> dict[str, float]:
     """Rates from :meth:`RolloutFigures.sums` over replicas. Each of several ``rewards`` has its own mean."""
-    sequences, scored, reward, squares, failed, tokens, truncated, fresh, groups, dead, *parts = sums
+    sequences, scored, reward, squares, failed, tokens, truncated, fresh, groups, dead, drawn, *parts = sums
     mean = reward / max(scored, 1.0)
     variance = max(0.0, squares / max(scored, 1.0) - mean * mean)
     metrics = {
@@ -164,7 +173,7 @@ def rollout_metrics(sums: list[float], seconds: float, rewards: Sequence[str]) -
         "rollout/response_length": tokens / sequences,
         "rollout/truncated_frac": truncated / sequences,
         "rollout/resampled_frac": fresh / sequences,
-        "rollout/tokens_per_s": tokens / seconds,
+        "rollout/tokens_per_s": drawn / seconds,
     }
     if len(rewards) > 1:
         for name, total, count in zip(rewards, parts[::2], parts[1::2], strict=True):

@@ -56,6 +56,7 @@ METRIC_KEYS: tuple[str, ...] = (
     "boundary/bytes_basis",
     "boundary/bytes_old_logprob",
     "boundary/bytes_rollout",
+    "boundary/bytes_reward",
     "boundary/bytes_dense_equivalent",
     "boundary/bytes_dense_total",
     "anchor/age",

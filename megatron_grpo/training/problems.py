@@ -1,11 +1,12 @@
 """A run's problems, as its tokenizer and its rewards want them."""
 
+import hashlib
 from collections.abc import Callable
 
 from megatron_grpo.backends.huggingface import Tokenizer
 from megatron_grpo.config import Config, ConfigError, DataConfig
 from megatron_grpo.data import Reading, Task, build_task
-from megatron_grpo.rollout.rewards import gold_reader
+from megatron_grpo.rollout.rewards import gold_check
 
 
 def prompt_encoder(tokenizer: Tokenizer, data: DataConfig) -> Callable[[str], list[int]]:
@@ -21,6 +22,19 @@ def prompt_encoder(tokenizer: Tokenizer, data: DataConfig) -> Callable[[str], li
     return lambda text: tokenizer.encode_chat(text, data.system)
 
 
+DIGESTED = 200
+"""Training problems that a digest looks at: a stream's first ones show its rows, order and settings."""
+
+
+def digest_of(task: Task) -> str:
+    """Of the stream that a run trains on: equal for the same data, template, settings and seed, wherever they lie."""
+    digest = hashlib.sha256()
+    for index in range(DIGESTED):
+        problem = task.train_problem(index)
+        digest.update(repr((problem.id, problem.prompt, problem.answer)).encode())
+    return digest.hexdigest()
+
+
 def build_problems(cfg: Config, tokenizer: Tokenizer) -> Task:
     """The run's task. Every prompt and every gold answer of a table is checked here.
 
@@ -29,7 +43,7 @@ def build_problems(cfg: Config, tokenizer: Tokenizer) -> Task:
     """
     encode = prompt_encoder(tokenizer, cfg.data)
     reading = Reading(
-        gold_reader(cfg.reward),
+        gold_check(cfg.reward),
         length=lambda prompt: len(encode(prompt)),
         max_prompt=cfg.data.max_prompt,
         drops=cfg.data.too_long == "drop",

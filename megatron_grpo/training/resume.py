@@ -17,10 +17,14 @@ TOPOLOGY = ("parallel", "deepspeed", "model")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands: steps done (the data position follows from it), and what a resumed summary still needs."""
+    """Where a run stands: steps done (the data position follows from it), and what a resumed summary still needs.
+
+    ``problems`` is the digest of what it trains on (`training.problems.digest_of`); empty: not noted.
+    """
 
     steps: int
     validation_start: dict[str, float]
+    problems: str = ""
 
 
 def fixed_settings(cfg: Config) -> dict[str, Any]:
@@ -32,7 +36,7 @@ def fixed_settings(cfg: Config) -> dict[str, Any]:
         "parallel": {key: whole["parallel"][key] for key in ("tensor", "pipeline", "data", "placement")},
         "deepspeed": {"zero_stage": cfg.zero_stage},
         "model": {"dtype": cfg.model.dtype},
-        "grpo": {"minibatches": cfg.grpo.minibatches},
+        "grpo": {key: whole["grpo"][key] for key in ("minibatches", "prompts_per_step")},
         "train": {"seed": cfg.train.seed},
     }
 
@@ -64,7 +68,16 @@ def read_progress(checkpoint: Path, cfg: Config) -> Progress:
         if set(sections) <= set(TOPOLOGY):
             remedy += f", or from DIR after: megatron-grpo convert {checkpoint} DIR --to deepspeed-universal"
         raise ConfigError("\n".join((*sentences, remedy)))
-    return Progress(state["steps"], state["validation_start"])
+    return Progress(state["steps"], state["validation_start"], state.get("problems", ""))
+
+
+def check_problems(checkpoint: Path, progress: Progress, problems: str) -> None:
+    """Refuse to go on with other problems: a place in one stream means nothing in another. Raises ConfigError."""
+    if progress.problems not in ("", problems):
+        raise ConfigError(
+            f"{checkpoint} was trained on other problems than data gives now (rows, their order, template or task "
+            "settings differ); resume with the same data, or start anew from its policy"
+        )
 
 
 def _check_model(checkpoint: Path, cfg: Config) -> None:

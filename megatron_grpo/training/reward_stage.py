@@ -5,6 +5,7 @@ The last policy stage says at first what is to come (prompts and problems), then
 Legend: B sequences of a micro-batch, K rewards, R response columns.
 """
 
+import pickle
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from megatron_grpo.backends.reward_models import check_reward_models
 from megatron_grpo.config import Config
 from megatron_grpo.data.problem import Problem
 from megatron_grpo.parallel.groups import ParallelGroups
+from megatron_grpo.parallel.link import Ledger
 from megatron_grpo.rollout.sampler import Finished
 from megatron_grpo.training.judge import Ids, build_judge
 from megatron_grpo.training.scoring import LocalPlace, Pieces, Place, Scorer
@@ -36,28 +38,30 @@ class RewardStage:
     Args:
         groups: of a rank of the last policy stage, in a world with a reward stage.
         rewards: K.
+        ledger: counts what crosses, the scores that come back too.
     """
 
-    def __init__(self, groups: ParallelGroups, rewards: int) -> None:
-        self._groups, self._rewards = groups, rewards
+    def __init__(self, groups: ParallelGroups, rewards: int, ledger: Ledger) -> None:
+        self._groups, self._rewards, self._ledger = groups, rewards, ledger
 
     def open(self, prompts: Sequence[Ids], problems: Sequence[Problem]) -> "RewardStageJob":
         self._ask((prompts, problems))
-        return RewardStageJob(self._groups, (self._rewards + 1, len(prompts)))
+        return RewardStageJob(self._groups, self._ledger, (self._rewards + 1, len(prompts)))
 
     def end(self) -> None:
         """Let the reward stage end."""
         self._ask(None)
 
     def _ask(self, request: Request | None) -> None:
+        self._ledger.add("pipeline", "reward", "forward", sent=len(pickle.dumps(request)))
         dist.send_object_list([request], dst=self._groups.reward_stage_rank, group=self._groups.reward)
 
 
 class RewardStageJob:
     """One batch on its way through the reward stage."""
 
-    def __init__(self, groups: ParallelGroups, shape: tuple[int, int]) -> None:
-        self._groups, self._shape = groups, shape
+    def __init__(self, groups: ParallelGroups, ledger: Ledger, shape: tuple[int, int]) -> None:
+        self._groups, self._ledger, self._shape = groups, ledger, shape
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def add(self, done: Finished) -> None:
@@ -65,6 +69,7 @@ class RewardStageJob:
         for message in (rows, torch.cat([done.lengths_B[:, None], done.responses_BR], dim=1).int().cpu()):
             work = dist.isend(message, dst=self._groups.reward_stage_rank, group=self._groups.reward)
             assert work is not None
+            self._ledger.add("pipeline", "reward", "forward", sent=message.nbytes)
             self._sent.append((work, message))
 
     def result(self) -> tuple[torch.Tensor, float]:
@@ -78,6 +83,7 @@ class RewardStageJob:
             reply = dist.irecv(said, src=groups.reward_stage_rank, group=groups.reward)
             assert reply is not None
             reply.wait(patience)
+            self._ledger.add("pipeline", "reward", "backward", sent=said.nbytes)
         waited = time.perf_counter() - start
         return said[:-1].view(rows, count), max(0.0, said[-1].item() - waited)
 
@@ -130,6 +136,7 @@ def scorer_of(
     tokenizer: Tokenizer,
     groups: ParallelGroups,
     device: torch.device,
+    ledger: Ledger,
     timeline: Timeline | None = None,
 ) -> Iterator[Scorer]:
     """A policy rank's scorer; the reward stage, where there is one, ends with the block, unless an exception leaves it:
@@ -142,7 +149,7 @@ def scorer_of(
         if groups.reward is None:
             place = LocalPlace(build_judge(cfg, tokenizer, groups, device, timeline))
         else:
-            place = RewardStage(groups, len(cfg.reward.weighted))
+            place = RewardStage(groups, len(cfg.reward.weighted), ledger)
     yield Scorer(cfg.reward, place, groups, timeline)
     if isinstance(place, RewardStage):
         place.end()

@@ -85,7 +85,7 @@ class Rollouts:
         plan = Pass("rollout", dense=not by_codec)
         start = time.perf_counter()
         batch, scores, scoring = self.draw(problems, row_ids, rule, plan)
-        fresh = 0
+        fresh, tokens = 0, batch.response_tokens
         for number in range(cfg.grpo.resample_rounds if cfg.grpo.dead_groups == "resample" else 0):
             rows_K = self._dead_rows(scores).nonzero().flatten()
             if not int(sum_over(torch.tensor([len(rows_K)], device=rows_K.device), self._policy.groups.data)):
@@ -94,9 +94,9 @@ class Rollouts:
             if len(rows_K):
                 batch = batch.with_rows(rows_K, other, self._tokenizer.pad_id)
                 scores = scores.with_rows(rows_K, other_scores)
-            fresh, scoring = fresh + len(rows_K), scoring + times
+            fresh, scoring, tokens = fresh + len(rows_K), scoring + times, tokens + other.response_tokens
         seconds = time.perf_counter() - start
-        return self._valued(batch, scores, RolloutTimes(seconds, scoring, fresh))
+        return self._valued(batch, scores, RolloutTimes(seconds, scoring, tokens, fresh))
 
     def _dead_rows(self, scores: Scores) -> torch.Tensor:
         """Bool ``[B]``: sequences of groups whose rewards do not differ, before any term of length."""

@@ -13,7 +13,7 @@ import torch
 from megatron_grpo.backends.huggingface import Tokenizer
 from megatron_grpo.backends.megatron.schedule import forward_only
 from megatron_grpo.boundary.crossing import Pass
-from megatron_grpo.config import Config
+from megatron_grpo.config import Config, ConfigError
 from megatron_grpo.data.problem import Task
 from megatron_grpo.ops.lowrank import seed_of
 from megatron_grpo.parallel.collectives import sum_over
@@ -169,7 +169,12 @@ class StepRunner:
         scored_B = ~scores.reward_B.isnan()
         sums = torch.stack([scores.reward_B.double().nan_to_num(0.0).sum(), scored_B.double().sum()])
         total, count = sum_over(sums if mine else torch.zeros_like(sums), groups.data).tolist()
-        return float(total / max(count, 1.0))
+        if count == 0:
+            raise ConfigError(
+                f"reward.kind={self._cfg.reward.kind}: none of the {len(problems)} validation problems has a score, so "
+                "that there is nothing to learn from; see what the reward says above"
+            )
+        return float(total / count)
 
     def _calibration_batch(self) -> Batch:
         """Sampled uncompressed before both ends' eyes, scored, of whole micro-batches on every replica."""

@@ -1,6 +1,7 @@
 """Mixed tasks, several rewards and groups sampled anew, in runs that a user starts; what a resumed run meets."""
 
 import json
+import subprocess
 from pathlib import Path
 
 from tests.e2e.test_run import SMOKE, megatron_grpo, rows_of
@@ -35,3 +36,32 @@ def test_a_resumed_run_meets_the_problems_that_come_next(tmp_path: Path) -> None
             assert one.get(key) == other.get(key)
     name = "policy/model.safetensors"
     assert (whole / name).read_bytes() == (parts / name).read_bytes()
+
+
+def test_a_run_goes_on_with_its_own_problems_only(tmp_path: Path) -> None:
+    """Other rows, another batch size: the place in the stream would mean something else. A moved file does not."""
+    rows = [{"question": f"{a:02d}+{a + 1:02d}", "answer": str(2 * a + 1)} for a in range(30)]
+    sums, moved, run = tmp_path / "sums.jsonl", tmp_path / "moved.jsonl", tmp_path / "run"
+    sums.write_text("\n".join(json.dumps(row) for row in rows))
+    settings = ["data.task=jsonl", "data.val_size=8", "train.save_every=1", "train.eval_every=9"]
+
+    def go(*more: str) -> "subprocess.CompletedProcess[str]":
+        return megatron_grpo("train", SMOKE, *settings, *more, "--run-dir", str(run))
+
+    assert go(f"data.path={sums}", "train.steps=1").returncode == 0
+    resumed = [f"data.path={moved}", "train.steps=2", "--resume", "auto"]
+    moved.write_text("\n".join(json.dumps(row) for row in [*rows, rows[0]]))
+    grown = go(*resumed)
+    assert grown.returncode == 2 and "was trained on other problems than data gives now" in grown.stderr
+    moved.write_text(sums.read_text())
+    other = go("grpo.prompts_per_step=8", *resumed)
+    assert other.returncode == 2 and "grpo.prompts_per_step=8" in other.stderr
+    assert go(*resumed).returncode == 0
+
+
+def test_a_reward_that_fails_everywhere_ends_the_run_before_a_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = megatron_grpo("train", SMOKE, "reward.kind=python:operator:floordiv", "--run-dir", str(run))
+    assert result.returncode == 2
+    assert "none of the" in result.stderr and "has a score" in result.stderr and "TypeError" in result.stderr
+    assert not (run / "metrics.jsonl").exists() or rows_of(run) == []

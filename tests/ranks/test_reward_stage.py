@@ -55,7 +55,7 @@ def train(
     tokenizer = load_tokenizer(TINY)
     with (
         policy_runtime(cfg, groups, deepspeed_settings(cfg), CPU) as policy,
-        scorer_of(cfg, tokenizer, groups, CPU) as scorer,
+        scorer_of(cfg, tokenizer, groups, CPU, policy.ledger) as scorer,
     ):
         runner = StepRunner(cfg, policy, build_problems(cfg, tokenizer), scorer, tokenizer)
         runner.calibrate()
@@ -82,6 +82,8 @@ def test_rewards_and_weights_are_those_without_it(name: str, dead: str, judge: P
     without, behind = found[False], found[True]
     assert behind[layout.world_size :] == [None] * (layout.tensor * layout.data)
     for (rows, weights), (other_rows, other_weights) in zip(without, behind[: layout.world_size], strict=True):
+        hops = [row.pop("boundary/bytes_reward", None) for row in rows + other_rows]
+        assert hops[:2] == [0, 0] and all(hop and hop > 0 for hop in hops[3:5])
         assert timeless(rows) == timeless(other_rows)
         assert weights.keys() == other_weights.keys()
         assert all(torch.equal(weights[key], other_weights[key]) for key in weights)

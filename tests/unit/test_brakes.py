@@ -31,6 +31,13 @@ def stops(rows: Rows, **limits: float) -> list[str | None]:
             "gradient norm 50 at tick 1 is above train.stop_grad_norm=5.0",
         ),
         (
+            {},
+            "reward/unscored_frac",
+            [0.0, 0.99, 1.0],
+            [False, False, True],
+            "no response of tick 2 has a score, and there is nothing to learn from: see what the reward says",
+        ),
+        (
             {"stop_skipped": 2},
             "train/skipped",
             [1, 1, 2, 3, 4],
@@ -54,7 +61,8 @@ def test_each_limit(
     said = stops(rows, **limits)
     assert [stop is not None for stop in said] == stopped
     assert next(filter(None, said)) == sentence
-    assert stops(rows) == [None] * len(rows)  # without a limit nothing stops
+    if limits:
+        assert stops(rows) == [None] * len(rows)  # without a limit nothing stops
 
 
 def test_rows_without_a_steps_keys_are_nothing_to_judge() -> None:

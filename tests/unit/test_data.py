@@ -16,9 +16,10 @@ from megatron_grpo.data import Problem, Reading, Task, encode_prompts
 from megatron_grpo.data import build_task as build
 from megatron_grpo.data.mixture import shares
 from megatron_grpo.data.tasks import chain_sum_problem, is_held_out
-from megatron_grpo.rollout.rewards import build_rewards, gold_reader
+from megatron_grpo.rollout.rewards import build_rewards, gold_check
+from megatron_grpo.rollout.rewards.gold import value_gold
 
-VALUES = gold_reader(RewardConfig())
+VALUES = gold_check(RewardConfig())
 
 
 def build_task(data: DataConfig, seed: int) -> Task:
@@ -104,7 +105,7 @@ def _rows(count: int) -> list[dict[str, str]]:
 def test_jsonl_uses_every_row_once_an_epoch_and_holds_out_the_last(write: Write) -> None:
     data = DataConfig(task="jsonl", path=write(*_rows(13)), val_size=3, prompt_template="Q: {question} {x}\n")
     task = build_task(data, seed=4)
-    assert task.validation() == [Problem(i + 1, f"Q: q{i} {{x}}\n", str(i)) for i in (10, 11, 12)]
+    assert task.validation() == [Problem(i + 1, f"Q: q{i} {{x}}\n", f"work\n#### {i}") for i in (10, 11, 12)]
     epochs = [[task.train_problem(e * 10 + i) for i in range(10)] for e in range(4)]
     assert all(sorted(p.id for p in epoch) == list(range(1, 11)) for epoch in epochs)
     assert len({tuple(p.id for p in epoch) for epoch in epochs}) == 4
@@ -116,7 +117,7 @@ def test_jsonl_uses_every_row_once_an_epoch_and_holds_out_the_last(write: Write)
 def test_jsonl_validation_from_its_own_file(write: Write) -> None:
     path, val_path = write(*_rows(4)), write(*_rows(3), name="val.jsonl")
     task = build_task(DataConfig(task="jsonl", path=path, val_path=val_path, val_size=2), seed=0)
-    assert [(p.id, p.answer) for p in task.validation()] == [(5, "0"), (6, "1")]
+    assert [(p.id, p.answer) for p in task.validation()] == [(5, "work\n#### 0"), (6, "work\n#### 1")]
     assert sorted(task.train_problem(i).id for i in range(4)) == [1, 2, 3, 4]
 
 
@@ -125,7 +126,7 @@ def test_jsonl_keys_numbers_blank_lines_and_line_separators(write: Write) -> Non
     data = DataConfig(task="jsonl", path=write(*rows), val_size=1, question_key="q", answer_key="a")
     task = build_task(data, seed=0)
     train = sorted((task.train_problem(i) for i in range(2)), key=lambda p: p.id)
-    assert train == [Problem(1, "a\u2028b\n", "1234.5"), Problem(3, "c\n", "1234")]
+    assert train == [Problem(1, "a\u2028b\n", "1234.5"), Problem(3, "c\n", "#### $1,234")]
     assert task.validation() == [Problem(4, "d\n", "7")]
 
 
@@ -189,7 +190,8 @@ def test_jsonl_files_that_cannot_be_used(write: Write, tmp_path: Path) -> None:
     ],
 )
 def test_gold_is_normalised(answer: str, gold: str) -> None:
-    assert VALUES("jsonl", answer) == gold
+    VALUES("jsonl", answer)
+    assert value_gold(answer) == gold
 
 
 def test_equal_rows_are_different_problems(write: Write) -> None:
@@ -205,11 +207,13 @@ def test_equal_rows_are_different_problems(write: Write) -> None:
     [("2:5", [3, 4, 5]), (":3", [1, 2, 3]), ("-3:", [8, 9, 10]), ("5:-2", [6, 7, 8]), (None, list(range(1, 11)))],
 )
 def test_slices_count_from_zero_and_keep_row_numbers(write: Write, part: str | None, ids: list[int]) -> None:
-    data = DataConfig(task="jsonl", path=write(*_rows(10)), val_path=write(*_rows(4), name="val.jsonl"), val_size=9)
+    data = DataConfig(task="jsonl", path=write(*_rows(10)), val_path=write(*_rows(4), name="val.jsonl"), val_size=2)
     data = data.model_copy(update={"rows": part, "val_rows": "1:3"})
     task = build_task(data, seed=0)
     assert sorted(task.train_problem(i).id for i in range(len(ids))) == ids
-    assert [problem.answer for problem in task.validation()] == ["1", "2"]
+    assert [problem.answer for problem in task.validation()] == ["work\n#### 1", "work\n#### 2"]
+    with pytest.raises(ConfigError, match=r"data\.val_size=3: the validation table has 2 rows; use at most 2"):
+        build_task(data.model_copy(update={"val_size": 3}), seed=0)
     with pytest.raises(ConfigError, match=r"data\.rows=20:30 leaves no row"):
         build_task(data.model_copy(update={"rows": "20:30"}), seed=0)
 
@@ -267,7 +271,7 @@ def _read(data: DataConfig) -> list[tuple[str, str]]:
     for index in range(1, 100):
         problem = task.train_problem(index)
         problems[problem.id] = problem
-    return [(problems[number].prompt, problems[number].answer) for number in sorted(problems)]
+    return [(problems[number].prompt, value_gold(problems[number].answer)) for number in sorted(problems)]
 
 
 def test_parquet_files(tmp_path: Path) -> None:
@@ -315,7 +319,7 @@ def test_folders_of_parquet_files(tmp_path: Path) -> None:
         ("test-00000-of-00001", table[3:]),
     ]:
         parquet.write_table(part, hub / "main" / f"{name}.parquet")
-    data = DataConfig(task="folder", path=str(hub), val_split="test", val_size=5)
+    data = DataConfig(task="folder", path=str(hub), val_split="test", val_size=1)
     assert _read(data) == WANT
     assert [problem.answer for problem in build_task(data, seed=0).validation()] == ["4"]
     with pytest.raises(ConfigError, match=r"data\.split=dev: .*hub has test, train; use one of them"):

@@ -48,6 +48,12 @@ def test_rules_read_text_and_models_read_all_ids() -> None:
     assert table[2].tolist() == [1.0, 1.0, 0.0, 1.0]
 
 
+def test_what_a_model_says_that_is_no_number_is_no_score() -> None:
+    said = torch.tensor([1.0, float("inf"), float("nan"), -2.0])
+    table = judge(model=lambda sequences: said)(PROMPTS, responses(), PROBLEMS)
+    assert table[0, [0, 3]].tolist() == [1.0, -2.0] and bool(table[0, 1:3].isnan().all())
+
+
 def test_pieces_come_in_any_order() -> None:
     whole = judge(model=lengths)(PROMPTS, responses(), PROBLEMS)
     pieces = Pieces(PROMPTS, PROBLEMS)

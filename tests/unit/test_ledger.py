@@ -39,6 +39,7 @@ def test_metrics_by_hand() -> None:
         "boundary/bytes_old_logprob": 7,
         "boundary/bytes_rollout": 33,
         "boundary/bytes_dense_equivalent": 3_000,
+        "boundary/bytes_reward": 0,
         "boundary/bytes_dense_total": 933_000,
     }
 

@@ -39,8 +39,8 @@ val/score val/score_sampled val/score_codec val/score_sampled_codec rollout/resp
 rollout/truncated_frac rollout/logprob_gap rollout/logprob_gap_median rollout/tokens_per_s policy/clip_frac
 policy/entropy policy/kl policy/grad_norm boundary/q_error_fwd boundary/q_error_bwd boundary/bytes_fast
 boundary/bytes_fast_fwd boundary/bytes_fast_bwd boundary/bytes_anchor boundary/bytes_basis
-boundary/bytes_old_logprob boundary/bytes_rollout boundary/bytes_dense_equivalent boundary/bytes_dense_total
-anchor/age anchor/fired anchor/cos_fast anchor/sign_agreement merger/weight merger/gate_cos
+boundary/bytes_old_logprob boundary/bytes_rollout boundary/bytes_reward boundary/bytes_dense_equivalent
+boundary/bytes_dense_total anchor/age anchor/fired anchor/cos_fast anchor/sign_agreement merger/weight merger/gate_cos
 alarm/score alarm/fired reward/parse_fail_frac reward/unscored_frac rollout/resampled_frac
 reward/zero_std_frac train/skipped train/lr
 """

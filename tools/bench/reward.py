@@ -26,6 +26,9 @@ GOALS = {"rules": 5000.0, "formulas": 200.0, "hidden": 0.8}
 EXAMPLE = Path(__file__).parents[2] / "examples/reward_stage/run.yaml"
 QUICK = ("train.eval_every=1000", "train.save_every=1000", "data.val_size=8", "logging.tensorboard=false")
 
+GROUP = 8
+"""Answers to one gold."""
+
 THOUGHT = "First I add the two numbers, then I take away what was eaten, so that some are left over. "
 
 Answers = list[tuple[str, str]]
@@ -47,16 +50,18 @@ def letters(draw: random.Random) -> tuple[str, str]:
     return words(draw) + f"\nAnswer: ({draw.choice('ABCD')}) as I said", draw.choice("ABCD")
 
 
-def formulas(draw: random.Random) -> tuple[str, str]:
-    number = draw.randrange(2, 1000)  # hardly any pair twice: the parser remembers
-    pairs = [
-        (rf"\sqrt{{{4 * number}}}", rf"2\sqrt{{{number}}}"),
-        (f"(x+{number})^2", f"x^2+{2 * number}x+{number**2}"),
-        (rf"\frac{{x}}{{{number}}}", f"x/{number}"),
-        (f"{number}x+3", f"x+{number}"),
+def formulas(draw: random.Random) -> Answers:
+    """A group's answers to one gold: a third of them right in other words, no two wrong ones alike."""
+    number = draw.randrange(2, 1000)  # hardly any gold twice: the parser remembers
+    kinds: list[tuple[str, Callable[[int], str]]] = [
+        (rf"\sqrt{{{4 * number}}}", lambda n: rf"2\sqrt{{{n}}}"),
+        (f"(x+{number})^2", lambda n: f"x^2+{2 * n}x+{n**2}"),
+        (rf"\frac{{x}}{{{number}}}", lambda n: f"x/{n}"),
+        (f"{number}x+3", lambda n: f"3+{n}x"),
     ]
-    gold, said = draw.choice(pairs)
-    return words(draw) + rf"\boxed{{{said}}}", gold
+    gold, say = draw.choice(kinds)
+    said = [say(number if draw.random() < 1 / 3 else draw.randrange(1000, 100_000)) for _ in range(GROUP)]
+    return [(words(draw) + rf"\boxed{{{text}}}", gold) for text in said]
 
 
 def workloads(draw: random.Random, count: int) -> dict[str, tuple[Rule, Answers]]:
@@ -117,7 +122,7 @@ def measure(count: int, steps: int) -> dict[str, object]:
     """The whole report."""
     draw = random.Random(0)
     rates = {name: rate(rule, answers) for name, (rule, answers) in workloads(draw, count).items()}
-    symbolic = [formulas(draw) for _ in range(max(50, count // 10))]
+    symbolic = [answer for _ in range(max(10, count // (10 * GROUP))) for answer in formulas(draw)]
     values = {"rules": min(rates.values()), "formulas": rate(build_rule("math", RewardConfig()), symbolic)}
     stage = reward_stage(steps)
     values["hidden"] = stage["share"]

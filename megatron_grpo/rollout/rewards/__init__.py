@@ -1,4 +1,4 @@
-"""Rewards by rule. A new one is a `Rule`, its line in `build_rule` and `gold_reader`, its name in `RewardConfig`."""
+"""Rewards by rule. A new one is a `Rule`, its line in `build_rule` and `_GOLDS`, its name in `RewardConfig`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron_grpo.rollout.rewards.foreign import PREFIX as PYTHON
 from megatron_grpo.rollout.rewards.foreign import ForeignReward
 from megatron_grpo.rollout.rewards.form import format_reward
 from megatron_grpo.rollout.rewards.gsm8k import flexible_gsm8k_reward, gsm8k_reward
+from megatron_grpo.rollout.rewards.limit import Patience
 from megatron_grpo.rollout.rewards.math import MathReward
 from megatron_grpo.rollout.rewards.reasoning import PREFIX as REASONING
 from megatron_grpo.rollout.rewards.reasoning import ReasoningReward
@@ -20,31 +21,41 @@ from megatron_grpo.rollout.rewards.verdict import NamedReward, Question, Rule, V
 if TYPE_CHECKING:
     from megatron_grpo.config import RewardConfig
 
-__all__ = ["NamedReward", "Question", "Rule", "Verdict", "build_rewards", "build_rule", "gold_reader", "score_batch"]
+__all__ = [
+    "NamedReward",
+    "Patience",
+    "Question",
+    "Rule",
+    "Verdict",
+    "build_rewards",
+    "build_rule",
+    "gold_check",
+    "score_batch",
+]
 
 
-def build_rewards(cfg: RewardConfig) -> tuple[NamedReward, ...]:
-    """The run's rewards by rule (models are no rules), by name and weight.
+def build_rewards(cfg: RewardConfig, patience: Patience | None = None) -> tuple[NamedReward, ...]:
+    """The run's rewards by rule (models are no rules), by name and weight; ``patience`` is for all of them together.
 
     Raises ConfigError for a function that cannot be imported.
     """
     rules = {kind: weight for kind, weight in cfg.weighted.items() if kind not in cfg.models}
-    return tuple(NamedReward(kind, weight, _score(kind, cfg)) for kind, weight in rules.items())
+    return tuple(NamedReward(kind, weight, _score(kind, cfg, patience)) for kind, weight in rules.items())
 
 
-def _score(kind: str, cfg: RewardConfig) -> Callable[[str, Question, bool], Verdict]:
+def _score(kind: str, cfg: RewardConfig, patience: Patience | None) -> Callable[[str, Question, bool], Verdict]:
     if kind == "exact":
-        return OwnRule(limit_s=cfg.time_limit)
-    rule = build_rule(kind, cfg)
+        return OwnRule(limit_s=cfg.time_limit, patience=patience)
+    rule = build_rule(kind, cfg, patience)
     return lambda response, question, finished: rule(response, question.answer, finished)
 
 
-def build_rule(kind: str, cfg: RewardConfig) -> Rule:
+def build_rule(kind: str, cfg: RewardConfig, patience: Patience | None = None) -> Rule:
     """The rule that `kind` names, but for a task's own (`exact`), which depends on the problem."""
     if kind.startswith(PYTHON):
-        return ForeignReward(kind, limit_s=cfg.time_limit)
+        return ForeignReward(kind, limit_s=cfg.time_limit, patience=patience)
     if kind == "math":
-        return MathReward(limit_s=cfg.time_limit)
+        return MathReward(limit_s=cfg.time_limit, patience=patience)
     if kind == "gsm8k":
         return flexible_gsm8k_reward if cfg.flexible else gsm8k_reward
     return {"choice": choice_reward, "format": format_reward}[kind]
@@ -53,8 +64,8 @@ def build_rule(kind: str, cfg: RewardConfig) -> Rule:
 class OwnRule:
     """`exact`: what the problem's task says is right; for rows of a file, the same text."""
 
-    def __init__(self, *, limit_s: float) -> None:
-        self._reasoning = ReasoningReward(limit_s=limit_s)
+    def __init__(self, *, limit_s: float, patience: Patience | None = None) -> None:
+        self._reasoning = ReasoningReward(limit_s=limit_s, patience=patience)
 
     def __call__(self, response: str, question: Question, finished: bool) -> Verdict:
         if question.task == "chain_sum":
@@ -72,19 +83,19 @@ _GOLDS: dict[str, Callable[[str], str]] = {
 }
 
 
-def gold_reader(cfg: RewardConfig) -> Callable[[str, str], str]:
-    """(task, answer) -> the answer as all of the run's rewards want it; ValueError, in words, for one they cannot read.
+def gold_check(cfg: RewardConfig) -> Callable[[str, str], None]:
+    """(task, answer) -> nothing; ValueError, in words, for an answer that one of the run's rewards cannot read.
 
-    A task's own rule wants nothing of its answers; `exact` on rows of a file wants a value.
+    Each reward reads the answer as it was written. A task's own rule wants nothing of it; `exact` on rows of a file
+    wants a value.
     """
 
-    def read(task: str, answer: str) -> str:
+    def check(task: str, answer: str) -> None:
         for kind in cfg.weighted:
             if kind in _GOLDS and not (kind == "exact" and task.startswith(REASONING)):
-                answer = _GOLDS[kind](answer)
-        return answer
+                _GOLDS[kind](answer)
 
-    return read
+    return check
 
 
 def score_batch(

@@ -10,13 +10,16 @@ from megatron_grpo.rollout.rewards.number import plain
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict, without_stop_text
 
 _LETTER = re.compile(r"[(\[]\s*([A-Za-z])\s*[)\]](?:[\s.:].*)?|([A-Za-z])(?:\s*[).:](?:\s.*)?)?", re.DOTALL)
+_SEVERAL = re.compile(
+    r"[(\[]?\s*[A-Za-z]\s*[)\].:]*\s*(?:,|/|&|\+|\bor\b|\band\b)\s*(?:[(\[]\s*[A-Za-z]\s*[)\]]|[A-Z](?![A-Za-z']))"
+)
 
 
 def choice_reward(response: str, answer: str, finished: bool) -> Verdict:
     """1 iff the response's final answer, or all of it, begins with the gold letter standing alone.
 
     `B`, `b`, `(B)`, `B.`, `B) because`, `**B**`, `\\boxed{\\text{B}}` and `Answer: (B) Paris` all say B; `Both` says
-    nothing.
+    nothing, and nor does `(A) or (B)`.
     """
     if answer.strip().lower() in NO_ANSWER:
         return UNREADABLE
@@ -30,7 +33,8 @@ def choice_reward(response: str, answer: str, finished: bool) -> Verdict:
         if not finished:
             return UNREADABLE
         said = text
-    match = _LETTER.fullmatch(plain(said[:500]))
-    if match is None:
+    said = plain(said[:500])
+    match = _LETTER.fullmatch(said)
+    if match is None or _SEVERAL.match(said):
         return UNREADABLE
     return Verdict(float((match[1] or match[2]).upper() == gold), True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_grpo.config import ConfigError
-from megatron_grpo.rollout.rewards.limit import LimitedFunction
+from megatron_grpo.rollout.rewards.limit import LimitedFunction, Patience
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict
 
 PREFIX = "python:"
@@ -15,14 +15,14 @@ class ForeignReward:
     """Calls `function(response, answer, finished)`: a number, None for what it cannot score, or a `Verdict`.
 
     Functions, partials and objects with `__call__` are all the same to it. Past the time limit a response scores 0; an
-    exception leaves its sample out of the statistics. Anything else that is returned is a ConfigError: the function
-    does not do what a reward does.
+    exception, an exit, and the end of ``patience`` leave a sample out of the statistics. Anything else that is returned
+    is a ConfigError: the function does not do what a reward does.
     """
 
-    def __init__(self, kind: str, *, limit_s: float) -> None:
+    def __init__(self, kind: str, *, limit_s: float, patience: Patience | None = None) -> None:
         """Start the function's process. Raises ConfigError when the function cannot be imported."""
         self._kind = kind
-        self._call = LimitedFunction(kind.removeprefix(PREFIX), limit_s=limit_s)
+        self._call = LimitedFunction(kind.removeprefix(PREFIX), limit_s=limit_s, patience=patience)
         try:
             self._call.start()
         except ValueError as error:
@@ -32,7 +32,7 @@ class ForeignReward:
         outcome = self._call(response, answer, finished)
         if outcome.late:
             return UNREADABLE
-        if outcome.error is not None:
+        if outcome.untried or outcome.error is not None:
             return UNSCORABLE
         value, parsed = outcome.value, True
         if isinstance(value, dict) and value.keys() == {"reward", "parsed"}:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 
 from megatron_grpo.rollout.rewards.extract import MARKER
-from megatron_grpo.rollout.rewards.number import parse_quantity, plain
+from megatron_grpo.rollout.rewards.number import DASHES, parse_quantity, plain
 
 NO_ANSWER = {"", "none", "null", "nan"}
 
-_SIGN = {"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-"}
 _SIGN_SPACE = re.compile(r"^([+-])\s+")
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?")
 _LATEX_COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_EMPTY_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s*(?:\{\s*\})?(?!\s*\{)|\\(?:left|right|frac)(?![A-Za-z])")
 _PROSE = re.compile(r"[^\W\d_]{2,}[\s:,;]+[^\W\d_]{2,}")
 _CHOICE = re.compile(r"[(\[]?([A-Za-z])[)\].]?")
 
@@ -23,9 +23,7 @@ def value_gold(answer: str) -> str:
     Anything else is kept as it is (an expression, a LaTeX term, one word). Raises ValueError when nothing is
     left, or when what is left is several lines or prose, which no reward could compare.
     """
-    gold = _not_empty(answer.rsplit(MARKER, 1)[-1].strip())
-    for sign, ascii_sign in _SIGN.items():
-        gold = gold.replace(sign, ascii_sign)
+    gold = _not_empty(answer.rsplit(MARKER, 1)[-1].strip()).translate(DASHES)
     number = _SIGN_SPACE.sub(r"\1", gold.replace("$", "").strip())
     if _NUMBER.fullmatch(number) and any(character.isdigit() for character in number):
         return number.replace(",", "").removesuffix(".").removeprefix("+")
@@ -33,7 +31,7 @@ def value_gold(answer: str) -> str:
         raise ValueError(
             f"its answer {_shown(gold)} is prose, not a value (write a value, or end a solution in '#### value')"
         )
-    if not any(character.isalnum() for character in gold) or not _balanced(gold):
+    if not any(character.isalnum() for character in _EMPTY_TEXT.sub("", gold)) or not _balanced(gold):
         raise ValueError(f"its answer {_shown(gold)} cannot be read as a value")
     return gold
 

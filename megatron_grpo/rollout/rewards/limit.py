@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -27,11 +28,30 @@ GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call came to: `value`, or why there is none (`late`, or the error's text)."""
+    """What a call came to: `value`, or why there is none: `late`, `untried` (no time was left), or the error's text."""
 
     value: Any = None
     late: bool = False
+    untried: bool = False
     error: str | None = None
+
+
+class Patience:
+    """Seconds that calls may take together until the next :meth:`renew`: others wait for what they are for."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = self._left = seconds
+
+    def renew(self) -> None:
+        """Begin anew, with the next batch."""
+        self._left = self._seconds
+
+    def spend(self, seconds: float) -> None:
+        self._left -= seconds
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left <= 0
 
 
 class LimitedFunction:
@@ -40,10 +60,13 @@ class LimitedFunction:
     Args:
         limit_s: seconds that one call may take, the start of the child apart.
         memory_gib: address space of the child; None: no limit.
+        patience: for all calls, and those of others that share it; None: no limit.
     """
 
-    def __init__(self, target: str, *, limit_s: float, memory_gib: float | None = None) -> None:
-        self._target, self._limit_s, self._memory_gib = target, limit_s, memory_gib
+    def __init__(
+        self, target: str, *, limit_s: float, memory_gib: float | None = None, patience: Patience | None = None
+    ) -> None:
+        self._target, self._limit_s, self._memory_gib, self._patience = target, limit_s, memory_gib, patience
         self._lock = Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -56,31 +79,45 @@ class LimitedFunction:
         """What `target(*args)` returns, as JSON knows it. Never raises on what the function does."""
         with self._lock:
             child = self._started()
-            assert child.stdin is not None
-            message = pickle.dumps(args)
-            try:
-                child.stdin.write(len(message).to_bytes(8, "big") + message)
-                child.stdin.flush()
-                reply = self._read(child, self._limit_s + GRACE_S)
-            except BrokenPipeError:
-                reply = None
-            if reply is None:
-                self.close()
-                return Outcome(late=True)
-            return Outcome(**json.loads(reply))
+            if self._patience is None:
+                return self._called(child, args)
+            if self._patience.is_spent:
+                return Outcome(untried=True)
+            start = time.monotonic()
+            outcome = self._called(child, args)
+            self._patience.spend(time.monotonic() - start)
+            return outcome
 
-    def close(self) -> None:
-        """End the child."""
-        if self._child is not None:
-            _end_group(self._child)
-            self._child.wait()
-            for pipe in (self._child.stdin, self._child.stdout):
-                assert pipe is not None
-                try:
-                    pipe.close()
-                except BrokenPipeError:  # what was not yet flushed has nobody to go to
-                    continue
-            self._child = None
+    def _called(self, child: subprocess.Popen[bytes], args: Any) -> Outcome:
+        assert child.stdin is not None
+        message = pickle.dumps(args)
+        try:
+            child.stdin.write(len(message).to_bytes(8, "big") + message)
+            child.stdin.flush()
+            reply = self._read(child, self._limit_s + GRACE_S)
+        except BrokenPipeError:
+            reply = ""
+        if reply:
+            return Outcome(**json.loads(reply))
+        code = self.close(GRACE_S if reply == "" else 0.0)
+        if code in (-signal.SIGALRM, -signal.SIGKILL):  # its own clock, or ours
+            return Outcome(late=True)
+        return Outcome(error=f"its process ended with code {code}")
+
+    def close(self, grace_s: float = 0.0) -> int | None:
+        """End the child, unless it ends by itself in ``grace_s`` seconds; its exit code."""
+        if self._child is None:
+            return None
+        child, self._child = self._child, None
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(grace_s)
+        _end_group(child)
+        code = child.wait()
+        for pipe in (child.stdin, child.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):  # what was not yet flushed has nobody to go to
+                pipe.close()
+        return code
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is not None:
@@ -102,7 +139,7 @@ class LimitedFunction:
         return child
 
     def _read(self, child: subprocess.Popen[bytes], seconds: float) -> str | None:
-        """One line from the child; None when it ends, or says nothing in time."""
+        """One line from the child; empty when it ends, None when it says nothing in time."""
         assert child.stdout is not None
         deadline, data = time.monotonic() + seconds, b""
         waiting = select.poll()  # select() knows no file beyond the 1024th
@@ -113,7 +150,7 @@ class LimitedFunction:
                 return None
             chunk = os.read(child.stdout.fileno(), 1 << 16)
             if not chunk:
-                return None
+                return ""
             data += chunk
         return data.decode().strip()
 

@@ -6,23 +6,31 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-_DASHES = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{FULLWIDTH HYPHEN-MINUS}": "-"})
-_DECORATION = re.compile(r"\\(?:left|right|displaystyle|,|;|!|:)|\\?\$|\*\*|~|\\?%")
+DASHES = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{FULLWIDTH HYPHEN-MINUS}": "-"})
+_DECORATION = re.compile(r"\\(?:left|right|displaystyle|,|;|!|:| )|\\?\$|\*\*|~|\\?%")
+_DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\N{DEGREE SIGN}")
+_SUBSCRIPT = re.compile(r"_\{(\w+)\}")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _NAME = re.compile(r"^[A-Za-z]\w{0,20}\s*=\s*(?=[^=])")
 _SIGN_SPACE = re.compile(r"^([+-])\s+")
-_UNIT = re.compile(r"(?<=[\d}.])\s+((?:[^\W\d_]{2,}|\N{DEGREE SIGN})(?:\s+[^\W\d_]{2,})?)\s*\Z")
-_NOT_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "or", "and", "to", "not"}
+_UNIT = re.compile(r"(?<=[\d}.])\s+([^\W\d_]{2,}(?:\s+[^\W\d_]{2,})?)\s*\Z")
+_DIGITS = "one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+_DECADES = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+_SCALES = "hundred|thousand|million|billion|trillion|lakh|crore|dozen|tenth|hundredth|thousandth|millionth"
+_NOT_UNITS = frozenset(f"{_DIGITS}|{_DECADES}|{_SCALES}|or|and|to|not|plus|minus|over|by|than".split("|"))
+"""Words after a number that make another one of it, or no number."""
 
 _DECIMAL = re.compile(r"[+-]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,2})?")
 _RATIO = re.compile(r"([+-]?)\s*(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)")
-_LATEX_RATIO = re.compile(r"([+-]?)\s*(\d+)?\s*\\[dt]?frac\s*(?:\{\s*([+-]?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))")
+_LATEX_RATIO = re.compile(r"([+-]?)\s*(\d+)?\s*\\[cdt]?frac\s*(?:\{\s*([+-]?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))")
 _LONGEST_NUMBER = 60
 
 
 def plain(text: str) -> str:
     """The answer without dress: `$`, `%`, bold, `x =`, LaTeX spacing, text in `\\text{}`, a final dot."""
-    bare = _TEXT.sub(r" \1 ", _DECORATION.sub(" ", text.translate(_DASHES)))
+    bare = text.translate(DASHES).replace("{,}", ",")
+    bare = _SUBSCRIPT.sub(r"_\1", _DEGREES.sub(" degrees ", bare))
+    bare = _TEXT.sub(r" \1 ", _DECORATION.sub(" ", bare))
     bare = _NAME.sub("", bare.strip())
     bare = _SIGN_SPACE.sub(r"\1", bare.strip())
     return bare.removesuffix(".").strip()
@@ -30,7 +38,7 @@ def plain(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number and the words of unit after it (empty when there are none)."""
+    """A number and the words of unit after it, each in the singular (empty when there are none)."""
 
     value: Fraction
     unit: str
@@ -50,11 +58,19 @@ def parse_quantity(text: str) -> Quantity | None:
         return None
     unit = ""
     if match := _UNIT.search(text):
-        unit, text = match[1].lower(), text[: match.start()]
-        if _NOT_UNITS.intersection(unit.removesuffix("s").split()):
+        words, text = [_singular(word) for word in match[1].lower().split()], text[: match.start()]
+        if _NOT_UNITS.intersection(words):
             return None
+        unit = " ".join(words)
     value = _number(text)
     return None if value is None else Quantity(value, unit)
+
+
+def _singular(word: str) -> str:
+    """`dollars` as `dollar`, `inches` as `inch`; a word that only looks like a plural is cut alike on both sides."""
+    if word in _NOT_UNITS or len(word) < 4 or word.endswith("ss"):
+        return word
+    return re.sub(r"(?<=[hxs])es$|s$", "", word)
 
 
 def _number(text: str) -> Fraction | None:

@@ -16,9 +16,9 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_grpo.rollout.rewards.extract import extract_answer
-from megatron_grpo.rollout.rewards.limit import LimitedFunction
+from megatron_grpo.rollout.rewards.limit import LimitedFunction, Patience
 from megatron_grpo.rollout.rewards.math import MEMORY_GIB
-from megatron_grpo.rollout.rewards.verdict import UNREADABLE, Question, Verdict, without_stop_text
+from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Question, Verdict, without_stop_text
 
 PREFIX = "reasoning_gym:"
 _LONGEST = 2000
@@ -33,9 +33,9 @@ _ARITHMETIC = (
 class ReasoningReward:
     """The score, 0 to 1, that the task's own rule gives the final answer: see `extract_answer`; else the whole text."""
 
-    def __init__(self, *, limit_s: float) -> None:
+    def __init__(self, *, limit_s: float, patience: Patience | None = None) -> None:
         target = f"{__name__}:{own_score.__name__}"
-        self._call = LimitedFunction(target, limit_s=limit_s, memory_gib=MEMORY_GIB)
+        self._call = LimitedFunction(target, limit_s=limit_s, memory_gib=MEMORY_GIB, patience=patience)
 
     def __call__(self, response: str, question: Question, finished: bool) -> Verdict:
         text = without_stop_text(response)
@@ -50,6 +50,8 @@ class ReasoningReward:
             return Verdict(0.0, False)
         assert question.entry is not None
         outcome = self._call(question.task.removeprefix(PREFIX), said, dict(question.entry))
+        if outcome.untried:
+            return UNSCORABLE
         if outcome.value is None:
             return UNREADABLE
         return Verdict(min(1.0, max(0.0, float(outcome.value))), True)

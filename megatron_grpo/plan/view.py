@@ -9,16 +9,13 @@ from megatron_grpo.config import (
     BoundaryConfig,
     Config,
     ConfigError,
-    Direction,
     layer_split,
     reward_name,
 )
 from megatron_grpo.config.checks import read_model
 from megatron_grpo.config.engine import read_settings
 
-BYTES = {"float32": 4, "bfloat16": 2}
-PACKED_BITS = {"int8": 8, "int4": 4, "int3": 3}
-DENSE_BYTES = 2
+from .traffic import crossing_share, training_shares
 
 
 def plan_tables(config: Config) -> list[Table]:
@@ -26,42 +23,6 @@ def plan_tables(config: Config) -> list[Table]:
     hidden, layers = _model_size(config)
     ranks = _table("Ranks", _ranks(config, layers))
     return [ranks, _table("One step", _batch(config)), _table("Boundary", _boundary(config, hidden))]
-
-
-def training_shares(config: Config, hidden: int) -> dict[str, float]:
-    """Predicted bytes of a tick over its dense equivalent (forward and backward in bfloat16), by kind.
-
-    The old-log-prob pass is one forward, half of a dense equivalent, for every minibatch but the first (whose own
-    forward serves, unless a basis may change inside the step); where the codec samples, only a dense tick needs it, and
-    ``rollout.path=auto`` is taken as not sampling so. The anchor is a dense pass every ``anchor.cadence``
-    ticks, and ``boundary.dense_every`` makes every so-manieth tick one. What a basis costs is not in it.
-    """
-    boundary = config.boundary
-    dense = sum(BYTES[boundary.dense_payload(side)] / DENSE_BYTES for side in DIRECTIONS) / 2
-    anchor = dense / config.anchor.cadence if config.anchor.enabled else 0.0
-    minibatches = config.grpo.minibatches
-    passes = minibatches if boundary.commit == "tick" else minibatches - 1
-    forward, backward = (crossing_share(boundary, side, hidden) / 2 for side in DIRECTIONS)
-    dense_ticks = 1 / boundary.dense_every if boundary.dense_every else 0.0
-    coded = 1.0 - dense_ticks
-    sampled = config.rollout.path == "codec" and boundary.commit == "step"  # the sampler's log-probs are the old ones
-    return {
-        "fast": coded * (forward + backward) + dense_ticks * dense,
-        "old log-probs": ((0.0 if sampled else coded * forward) + dense_ticks * dense / 2) * passes / minibatches,
-        "anchor": anchor,
-    }
-
-
-def crossing_share(boundary: BoundaryConfig, side: Direction, hidden: int) -> float:
-    """Bits of one row in one direction over those in bfloat16: numbers x bits, and 16 of scale if packed."""
-    codec, payload = boundary.codec_of(side), boundary.payload_of(side)
-    dense_bits = 8 * DENSE_BYTES * hidden
-    if codec == "token_waterfill" or (codec == "lowrank" and payload == "waterfill"):
-        return boundary.budget_of(side)
-    numbers = hidden if codec == "identity" else boundary.rank_of(hidden)
-    if codec == "lowrank" and payload in PACKED_BITS:
-        return (numbers * PACKED_BITS[payload] + 8 * DENSE_BYTES) / dense_bits
-    return numbers * 8 * BYTES[boundary.dense_payload(side)] / dense_bits
 
 
 def _model_size(config: Config) -> tuple[int | None, int | None]:

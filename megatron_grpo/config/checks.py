@@ -19,8 +19,12 @@ from .sections import DIRECTIONS, BoundaryConfig, GrpoConfig
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def check_config(config: Config) -> list[str]:
-    """Every combination error as ``key=value: why; remedy``; empty when the run can start."""
+def check_config(config: Config, *, sizes_alone: bool = False) -> list[str]:
+    """Every combination error as ``key=value: why; remedy``; empty when the run can start.
+
+    Args:
+        sizes_alone: do without the model's weights and tokenizer, as a plan can.
+    """
     errors = [
         *_placement(config),
         *_geometry(config),
@@ -38,7 +42,8 @@ def check_config(config: Config) -> list[str]:
         model = read_model(config)
     except ConfigError as error:
         return [str(error), *errors]
-    return [*_model(config, model), *_tokenizer(config, model), *errors]
+    files = [] if sizes_alone else [*weight_errors(Path(config.model.path)), *_tokenizer(config, model)]
+    return [*files, *_model(config, model), *errors]
 
 
 def read_model(config: Config) -> dict[str, Any]:
@@ -68,7 +73,6 @@ def _architecture(key: str, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _model(config: Config, model: dict[str, Any]) -> Iterator[str]:
-    yield from weight_errors(Path(config.model.path))
     yield from _architecture(f"model.path={config.model.path}", model)
     hidden, layers, boundary = model["hidden_size"], model["num_hidden_layers"], config.boundary
     codecs = {boundary.codec_of("forward"), boundary.codec_of("backward")}

@@ -4,6 +4,7 @@ Ranks fill the hosts in their order: rank = (stage x data + replica) x tensor + 
 numbers them.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,17 @@ from megatron_grpo.parallel.placement import check_tensor_hosts
 
 FRAME = 1514 / 1448
 """Bytes on an Ethernet wire for each byte of a long TCP message."""
+
+
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+
+
+def parse_rate(text: str, option: str) -> float:
+    """Bits a second of ``100mbit`` and the like, as ``tc`` writes rates. Errors: ConfigError naming ``option``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit|tbit)", text.lower())
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"{option}={text}: is no rate; write a number above 0 and kbit, mbit, gbit or tbit: 100mbit")
+    return float(match[1]) * UNITS[match[2]]
 
 
 @dataclass(frozen=True, slots=True)

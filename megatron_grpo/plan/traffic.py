@@ -145,16 +145,21 @@ def basis_bytes(boundary: BoundaryConfig, hidden: int) -> int:
 
 
 def _fit_bytes(boundary: BoundaryConfig, side: Direction, hidden: int) -> int:
-    codec, payload = boundary.codec_of(side), boundary.payload_of(side)
-    if codec != "lowrank":
+    if boundary.codec_of(side) != "lowrank":
         return 0
-    rank = boundary.rank_of(hidden)
+    if not boundary.packed(side):
+        own = boundary.dense_payload(side) if boundary.basis == "self" else "float32"
+        return BYTES[own] * fit_size(boundary, side, hidden)
+    return DENSE_BYTES * fit_size(boundary, side, hidden)
+
+
+def fit_size(boundary: BoundaryConfig, side: Direction, hidden: int) -> int:
+    """Numbers of one direction's fit: Q and its spread, or norm, spreads, prediction and directions."""
+    rank, payload = boundary.rank_of(hidden), boundary.payload_of(side)
     if not boundary.packed(side) or (side == "backward" and payload in PACKED_BITS):
-        own = BYTES[boundary.dense_payload(side)] if boundary.basis == "self" else BYTES["float32"]
-        return (hidden + 1) * rank * own
+        return (hidden + 1) * rank
     kept = rank if payload in PACKED_BITS else waterfill_channels(boundary, side, hidden)
-    features = 2 + context_size(boundary, side, hidden) + kept
-    return DENSE_BYTES * (1 + kept + features * hidden)
+    return 1 + kept + (2 + context_size(boundary, side, hidden) + kept) * hidden
 
 
 def context_size(boundary: BoundaryConfig, side: Direction, hidden: int) -> int:

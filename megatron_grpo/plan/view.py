@@ -1,28 +1,71 @@
-"""What a run would be, as tables: ranks, layers, batches, bytes. Needs no rank, no GPU and no engine."""
+"""The plan as tables for the terminal."""
 
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from math import isinf
 
 from rich.table import Table
 
-from megatron_grpo.config import (
-    DIRECTIONS,
-    BoundaryConfig,
-    Config,
-    ConfigError,
-    layer_split,
-    reward_name,
-)
+from megatron_grpo.config import DIRECTIONS, BoundaryConfig, Config, ConfigError, layer_split, reward_name
 from megatron_grpo.config.checks import read_model
-from megatron_grpo.config.engine import read_settings
 
-from .traffic import crossing_share, training_shares
+from .build import Plan
+from .network import Path
+from .traffic import basis_bytes, crossing_share, training_shares
+from .zero import read_engine
+
+BYTE_ROWS = {
+    "fast_fwd": "fast, forward",
+    "fast_bwd": "fast, backward",
+    "old_logprob": "old log-probs",
+    "anchor": "anchor",
+    "basis": "basis",
+    "rollout": "sampling",
+    "ids": "sampled ids",
+}
+TIME_ROWS = {
+    "rollout": "sampling",
+    "old_logprobs": "old log-probs",
+    "fast": "fast",
+    "anchor": "anchor",
+    "data": "gradients and weights between replicas",
+    "basis": "basis",
+    "optimizer": "optimizer",
+}
 
 
-def plan_tables(config: Config) -> list[Table]:
-    """Tables for the terminal; parts that a config error makes unknowable are left out."""
+def outline_tables(config: Config) -> list[Table]:
+    """What is known of any config: parts that an error makes unknowable are left out."""
     hidden, layers = _model_size(config)
-    ranks = _table("Ranks", _ranks(config, layers))
-    return [ranks, _table("One step", _batch(config)), _table("Boundary", _boundary(config, hidden))]
+    ranks = _pairs("Ranks", _ranks(config, layers))
+    return [ranks, _pairs("One step", _batch(config)), _pairs("Boundary", _boundary(config, hidden))]
+
+
+def plan_tables(plan: Plan) -> list[Table]:
+    """What follows from a config without errors: who is where, bytes, memory, time."""
+    return [_map(plan), _links(plan), _bytes(plan), _memory(plan), _time(plan)]
+
+
+def size_text(size: float) -> str:
+    """Bytes in the unit that leaves one to three digits before the point."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}" if size < 999.5 * scale else f"{size / scale:.0f} {unit}"
+    return f"{size:.0f} B"
+
+
+def rate_text(path: Path) -> str:
+    """The rate of a link and when a message begins to arrive."""
+    if isinf(path.bit_s):
+        return "no limit"
+    unit, scale = next(
+        (u, s) for u, s in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)) if path.bit_s >= s or s == 1e3
+    )
+    return f"{path.bit_s / scale:.3g} {unit}, {1e3 * path.latency_s:g} ms"
+
+
+def time_text(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds / 3600:.3g} h"
 
 
 def _model_size(config: Config) -> tuple[int | None, int | None]:
@@ -33,12 +76,23 @@ def _model_size(config: Config) -> tuple[int | None, int | None]:
     return model["hidden_size"], model["num_hidden_layers"]
 
 
-def _table(title: str, rows: dict[str, str]) -> Table:
+def _pairs(title: str, rows: Mapping[str, str]) -> Table:
     table = Table(title=title, show_header=False, title_justify="left", min_width=72)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
     for name, value in rows.items():
         table.add_row(name, value)
+    return table
+
+
+def _grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table with a header; all columns but the first are numbers or words as they come."""
+    table = Table(title=title, title_justify="left", min_width=72)
+    table.add_column(columns[0], style="cyan")
+    for name in columns[1:]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -53,8 +107,11 @@ def _ranks(config: Config, layers: int | None) -> dict[str, str]:
         split = layer_split(layers, parallel.pipeline)
         rows["layers per stage"] = f"{' + '.join(map(str, split))} = {layers}"
     try:
-        stage = read_settings(config).get("zero_optimization", {}).get("stage", 0)
-        rows["ZeRO"] = f"stage {stage} over {parallel.data} data-parallel rank{'s'[: parallel.data != 1]}"
+        stage = read_engine(config).stage
+        text = f"stage {stage} over {parallel.data} data-parallel rank{'s'[: parallel.data != 1]}"
+        if stage > 1 and config.pipeline_ranks > 1:
+            text += " of each stage; gradients are reduced once a tick, after Megatron's schedule"
+        rows["ZeRO"] = text
     except ConfigError:
         pass  # check_config reports it
     rows["model"] = f"{config.model.path} ({config.model.dtype})"
@@ -94,24 +151,102 @@ def _boundary(config: Config, hidden: int | None) -> dict[str, str]:
         shares = training_shares(config, hidden)
         parts = " + ".join(f"{name} {share:.1%}" for name, share in shares.items() if share)
         if boundary.basis == "self":
-            with suppress(ValueError):  # a size that no codec takes: check_config reports it
-                rows["basis"] = _own_basis(boundary, hidden)
+            rows["basis"] = _own_basis(boundary, hidden)
         rows["predicted bytes"] = f"{sum(shares.values()):.1%} of the dense equivalent ({parts})"
     return rows
 
 
 def _own_basis(boundary: BoundaryConfig, hidden: int) -> str:
     """What is fitted: what crosses at a refresh, what is sampled uncompressed for the first, what both ends hold."""
-    import torch  # nothing else here needs it
-
-    from megatron_grpo.boundary.build import build_codecs
-
-    codecs = build_codecs(boundary, hidden=hidden, index=0, seed=0, embedding_VH=torch.empty(0, hidden))
-    sizes = [learner.flat().nbytes for _, learner in codecs.learners()]
-    if not sizes:
+    size = basis_bytes(boundary, hidden)
+    if not size:
         return "nothing is fitted"
     text = (
-        f"{sum(sizes) / 1000:.1f} kB a boundary every {boundary.refresh_steps} steps (and after 2, 4, 8 ...); "
+        f"{size / 1000:.1f} kB a boundary every {boundary.refresh_steps} steps (and after 2, 4, 8 ...); "
         f"{boundary.calibration} sequences uncompressed before the first step"
     )
     return text if boundary.prediction == "none" else text + "; both ends hold the token embedding, read from the model"
+
+
+def _map(plan: Plan) -> Table:
+    """A line a stage: its layers, its ranks (replica by replica, each with its tensor shards) and their hosts."""
+    rows = []
+    for stage, size in enumerate(plan.sizes):
+        ranks = plan.placement.ranks(stage)
+        hosts = ", ".join(dict.fromkeys(filter(None, map(plan.host_of, ranks)))) or "not given"
+        layers = f"{size.layers.start} to {size.layers.stop - 1}"
+        rows.append((str(stage), _span(ranks), hosts, layers, f"{size.parameters / 1e6:.4g} M"))
+    if plan.config.parallel.reward_stage:
+        count = plan.config.world_size - plan.placement.ranks(len(plan.sizes) - 1).stop
+        last = range(plan.config.world_size - count, plan.config.world_size)
+        rows.append(("reward", _span(last), "", "", ""))
+    title = f"Stages of {plan.parameters:,} parameters"
+    return _grid(title, ("stage", "ranks", "hosts", "layers", "parameters a rank"), rows)
+
+
+def _span(ranks: range) -> str:
+    return str(ranks.start) if len(ranks) == 1 else f"{ranks.start} to {ranks.stop - 1}"
+
+
+def _links(plan: Plan) -> Table:
+    rows = [
+        (load.name, load.where, rate_text(load.path), load.carries, size_text(load.bytes), time_text(load.seconds))
+        for load in plan.links
+    ]
+    return _grid("Links", ("link", "where", "rate", "carries", "bytes a tick", "alone"), rows)
+
+
+def _bytes(plan: Plan) -> Table:
+    ticks = plan.config.grpo.minibatches
+    rows = []
+    for kind, name in BYTE_ROWS.items():
+        own, dense = plan.time.bytes[kind] / ticks, plan.dense.bytes[kind] / ticks
+        if own or dense:
+            rows.append((name, size_text(own), size_text(dense)))
+    own, dense = (sum(step.bytes.values()) / ticks for step in (plan.time, plan.dense))
+    rows.append(("all", f"{size_text(own)}, {own / dense:.1%}" if dense else "0 B", size_text(dense)))
+    if plan.by_codec is not None and dense:
+        coded = sum(plan.by_codec.values()) / ticks
+        rows.append(("all, if auto samples through the codec", f"{size_text(coded)}, {coded / dense:.1%}", ""))
+    return _grid("Bytes a tick over all boundaries", ("kind", "this config", "dense"), rows)
+
+
+def _memory(plan: Plan) -> Table:
+    """A column for stages that are alike."""
+    columns = [
+        (list(stages), plan.memory[first])
+        for first, stages in _alike([(entry.parts, entry.host) for entry in plan.memory])
+    ]
+    names = list(dict.fromkeys(name for _, entry in columns for name in entry.parts))
+    moved = list(dict.fromkeys(name for _, entry in columns for name in entry.host))
+    rows = [(name, *(size_text(entry.parts.get(name, 0.0)) for _, entry in columns)) for name in names]
+    rows.append(("most at once", *(size_text(entry.peak) for _, entry in columns)))
+    rows += [
+        (f"{name}, on the host", *(size_text(entry.host.get(name, 0.0)) for _, entry in columns)) for name in moved
+    ]
+    heads = [f"stage {a[0]}" if len(a) == 1 else f"stages {a[0]} to {a[-1]}" for a, _ in columns]
+    return _grid("Memory of a rank, at the longest lengths", ("part", *heads), rows)
+
+
+def _alike(entries: Sequence[object]) -> Iterable[tuple[int, list[int]]]:
+    """Runs of neighbours that are equal: the first of each, and all of them."""
+    for _, run in groupby(range(len(entries)), key=lambda index: entries[index]):
+        numbers = list(run)
+        yield numbers[0], numbers
+
+
+def _time(plan: Plan) -> Table:
+    own, dense = plan.time, plan.dense
+    rows = [
+        (name, time_text(own.parts[key]), time_text(dense.parts[key]))
+        for key, name in TIME_ROWS.items()
+        if own.parts[key] or dense.parts[key]
+    ]
+    rows += [
+        ("a step", f"{time_text(own.total)}, {dense.total / own.total:.3g} times faster", time_text(dense.total)),
+        ("with perfect links", time_text(own.compute), time_text(dense.compute)),
+        ("on the wire", f"{own.wire / own.total:.0%}", f"{dense.wire / dense.total:.0%}"),
+        ("the run", time_text(own.total * plan.config.train.steps), time_text(dense.total * plan.config.train.steps)),
+    ]
+    speed = f"{plan.device.flop_s / 1e12:g} TFLOP/s"
+    return _grid(f"Predicted time of a step, {speed} a rank", ("part", "this config", "dense"), rows)

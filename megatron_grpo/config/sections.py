@@ -60,6 +60,8 @@ class ParallelConfig(Section):
     """CPU threads of one rank."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl where there is a GPU, gloo elsewhere."""
+    interface: str | None = None
+    """Network interface that ranks talk through, on every host; the libraries choose one when absent."""
 
 
 class BoundaryConfig(Section):

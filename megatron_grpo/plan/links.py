@@ -7,7 +7,7 @@ from math import ceil
 from megatron_grpo.config import Config
 from megatron_grpo.conversion.families import ModelShape
 
-from .network import Path, Placement, Rates
+from .network import Line, Placement, Rates
 from .sizes import BYTES, StageSize
 from .traffic import Lengths, step_bytes, training_passes
 from .zero import Engine
@@ -28,7 +28,7 @@ class LinkLoad:
     name: str
     where: str
     carries: str
-    path: Path
+    path: Line
     bytes: float
     seconds: float
 
@@ -73,7 +73,7 @@ def link_loads(
     return loads
 
 
-def _load(name: str, where: str, carries: str, path: Path, size: float, alone: float) -> LinkLoad:
+def _load(name: str, where: str, carries: str, path: Line, size: float, alone: float) -> LinkLoad:
     """``alone``: of the bytes, those of one pair of ranks; the path's rate is its own."""
     return LinkLoad(name, where, carries, path, size, path.seconds(alone))
 

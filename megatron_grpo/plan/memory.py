@@ -12,13 +12,13 @@ from megatron_grpo.config import DIRECTIONS, BoundaryConfig, Config, Direction
 from megatron_grpo.conversion.families import ModelShape
 
 from .sizes import BYTES, StageSize, stage_sizes
-from .traffic import PACKED_BITS, context_size, fit_size, longest_lengths, waterfill_channels
+from .traffic import PACKED_BITS, fit_size, longest_lengths, moments_size, waterfill_channels
 from .zero import Engine, read_engine
 
 FP32 = 4
 STATIC = ("weights", "optimizer", "snapshots", "M", "reference", "codecs", "buffers")
 SAMPLING = ("gathered weights", "KV cache")
-TRAINING = ("live weights", "gradients", "activations", "logits")
+TRAINING = ("live weights", "gradients", "averaged gradients", "activations", "logits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +68,21 @@ class _Stage:
             "buffers": float(engine.bucket * self._b) if engine.stage == 3 else 0.0,
             **self._gathered(),
             "KV cache": self._cache(),
-            "gradients": self._size.parameters * self._b + self._shard * (engine.gradient_bytes if engine.stage else 0),
+            "gradients": float(self._size.parameters * self._b),
+            "averaged gradients": self._shard * engine.gradient_bytes if engine.stage else 0.0,
             "activations": self._activations(),
             "logits": self._logits(),
         }
         moved = [
-            name
-            for name, there in (("optimizer", engine.optimizer_on_host), ("weights", engine.weights_on_host))
-            if there
+            *(("optimizer", "averaged gradients") if engine.optimizer_on_host else ()),
+            *(("weights",) if engine.weights_on_host else ()),
+            *engine.anchor_on_host,
         ]
-        host = {name: parts.pop(name) for name in [*moved, *engine.anchor_on_host] if name in parts}
-        return StageMemory({name: value for name, value in parts.items() if value}, host)
+        there = {name: size for name, size in parts.items() if size}
+        return StageMemory(
+            {name: size for name, size in there.items() if name not in moved},
+            {name: size for name, size in there.items() if name in moved},
+        )
 
     def _gathered(self) -> dict[str, float]:
         """ZeRO 3: whole weights beside the shares, of the stage or of a layer."""
@@ -160,11 +164,8 @@ def _fit_state(boundary: BoundaryConfig, side: Direction, hidden: int) -> float:
         return 3.0 * FP32 * (hidden + 1) * boundary.rank_of(hidden)
     packed = boundary.payload_of(side) in PACKED_BITS
     kept = boundary.rank_of(hidden) if packed else waterfill_channels(boundary, side, hidden)
-    moments = (2 + context_size(boundary, side, hidden) + hidden) ** 2
-    if side == "forward" and boundary.metric == "gradient":
-        moments += hidden**2
-    learns = boundary.basis != "random"
-    return (2 + FP32) * fit_size(boundary, side, hidden) + FP32 * hidden * kept + learns * 2 * FP32 * moments
+    moments = 2 * FP32 * moments_size(boundary, side, hidden) if boundary.basis != "random" else 0
+    return (2 + FP32) * fit_size(boundary, side, hidden) + FP32 * hidden * kept + moments
 
 
 def snapshots(cadence: int, delay: int) -> int:

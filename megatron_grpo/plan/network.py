@@ -30,15 +30,17 @@ def parse_rate(text: str, option: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
-    """What a message between two ranks meets: bits a second, of which it has the whole, and seconds until it begins."""
+class Line:
+    """What a message between two ranks meets: bits a second, which ``shared`` pairs of ranks use at the same time, and
+    seconds until it begins."""
 
     bit_s: float = inf
     latency_s: float = 0.0
+    shared: int = 1
 
     def seconds(self, payload: float) -> float:
         """Until so many bytes have arrived."""
-        return self.latency_s + 8 * FRAME * payload / self.bit_s if payload else 0.0
+        return self.latency_s + 8 * FRAME * payload * self.shared / self.bit_s if payload else 0.0
 
     def ring(self, payload: float, ranks: int) -> float:
         """All-reduce of so many bytes a rank: each hands on 2 (ranks - 1) / ranks of them, in as many messages."""
@@ -61,15 +63,15 @@ class Network:
         embedding: between the first and the last stage.
     """
 
-    boundaries: tuple[Path, ...]
-    tensor: Path = Path()
-    data: Path = Path()
-    embedding: Path = Path()
+    boundaries: tuple[Line, ...]
+    tensor: Line = Line()
+    data: Line = Line()
+    embedding: Line = Line()
 
     @classmethod
     def perfect(cls, pipeline: int) -> "Network":
         """One on which nothing takes time."""
-        return cls((Path(),) * (pipeline - 1))
+        return cls((Line(),) * (pipeline - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,11 @@ class Rates:
     local_bit_s: float = inf
     local_latency_s: float = 0.0
 
-    def path(self, *, between: bool, shared: int = 1) -> Path:
+    def path(self, *, between: bool, shared: int = 1) -> Line:
         """A link that ``shared`` pairs of ranks use at the same time, if it is one between hosts."""
         if between:
-            return Path(self.link_bit_s / shared, self.latency_s)
-        return Path(self.local_bit_s, self.local_latency_s)
+            return Line(self.link_bit_s, self.latency_s, shared)
+        return Line(self.local_bit_s, self.local_latency_s)
 
 
 @dataclass(frozen=True, slots=True)

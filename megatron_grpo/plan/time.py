@@ -10,14 +10,14 @@ from math import ceil, inf
 from megatron_grpo.config import Config
 from megatron_grpo.conversion.families import ModelShape
 
-from .network import Network, Path
+from .network import Line, Network
 from .schedule import StageTimes, pass_seconds, prefill_seconds, round_seconds
 from .sizes import BYTES, StageSize, read_shape, stage_sizes
 from .traffic import (
     ID_BYTES,
     Lengths,
     PassBytes,
-    basis_bytes,
+    basis_traffic,
     longest_lengths,
     row_bytes,
     samples_by_codec,
@@ -55,7 +55,7 @@ class StepTime:
 
     Attributes:
         data: gradients and weights between replicas, tied embeddings between stages.
-        basis: fits that cross, and the measured gap, spread over all steps.
+        basis: sums and fits at its refreshes, spread over all steps.
         compute: the whole step were every link perfect; the rest of it is ``wire``.
         bytes: payloads of a step over all boundaries and replicas: ``fast_fwd``, ``fast_bwd``, ``old_logprob``,
             ``anchor``, ``basis``, ``rollout`` and ``ids`` (the last two are the ledger's rollout).
@@ -115,7 +115,7 @@ def predict(
     lengths = Lengths(prompt_tokens or most.prompt, response_tokens or most.response, longest_response or most.longest)
     decode = overhead_s if decode_overhead_s is None else decode_overhead_s
     device = Device(device_flop_s, overhead_s=overhead_s, decode_overhead_s=decode)
-    path = Path(link_bit_s, latency_s)
+    path = Line(link_bit_s, latency_s)
     network = Network((path,) * (config.pipeline_ranks - 1), embedding=path)
     return step_time(config, read_shape(config), lengths, network, device)
 
@@ -247,9 +247,10 @@ class _Step:
         return total
 
     def _basis(self) -> float:
-        """Fits cross one boundary after the other."""
-        config = self._config
-        if config.boundary.basis != "self" or config.pipeline_ranks == 1:
+        """Sums over replicas, then fits that cross one boundary after the other, once for every tensor rank."""
+        config, network = self._config, self._network
+        if config.pipeline_ranks == 1:
             return 0.0
-        size = basis_bytes(config.boundary, self._shape.hidden)
-        return sum(path.seconds(size) for path in self._network.boundaries) / config.boundary.refresh_steps
+        learned = basis_traffic(config, self._shape.hidden)
+        crossing = sum(line.seconds(learned.fit * config.parallel.tensor) for line in network.boundaries)
+        return learned.refreshes * (crossing + network.data.ring(learned.sums, config.parallel.data))

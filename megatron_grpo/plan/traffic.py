@@ -15,6 +15,7 @@ from .sizes import BYTES
 PACKED_BITS = {"int8": 8, "int4": 4, "int3": 3}
 DENSE_BYTES = 2
 ID_BYTES = 4
+HASH_BYTES = 8
 
 PassKind = Literal["fast", "old log-probs", "anchor"]
 
@@ -162,6 +163,52 @@ def fit_size(boundary: BoundaryConfig, side: Direction, hidden: int) -> int:
     return 1 + kept + (2 + context_size(boundary, side, hidden) + kept) * hidden
 
 
+def sums_bytes(boundary: BoundaryConfig, side: Direction, hidden: int) -> int:
+    """What a learner of one direction sums over replicas before it fits: sketch, or second moments, in float32."""
+    if boundary.codec_of(side) != "lowrank":
+        return 0
+    if not boundary.packed(side) or (side == "backward" and boundary.payload_of(side) in PACKED_BITS):
+        return BYTES["float32"] * hidden * boundary.rank_of(hidden)
+    return BYTES["float32"] * moments_size(boundary, side, hidden) + 4 * 8  # and a tally of four
+
+
+def moments_size(boundary: BoundaryConfig, side: Direction, hidden: int) -> int:
+    """Numbers of ``ops.transform.Moments``."""
+    by_gradients = side == "forward" and boundary.metric == "gradient"
+    return (2 + context_size(boundary, side, hidden) + hidden) ** 2 + by_gradients * hidden**2
+
+
+@dataclass(frozen=True, slots=True)
+class BasisBytes:
+    """What new fits cost, of one tensor rank of one replica.
+
+    Attributes:
+        refreshes: in one step, on average; the more frequent first ones are not in it.
+        fit: bytes that cross each boundary at a refresh.
+        sums: bytes that an inner stage hands into sums over replicas at a refresh.
+    """
+
+    refreshes: float
+    fit: int
+    sums: int
+
+
+def basis_traffic(config: Config, hidden: int) -> BasisBytes:
+    """With ``boundary.basis=self`` the sender of each direction sums, fits and sends; with ``anchor`` both ends sum and
+    fit, after every uncompressed pass, and compare a hash."""
+    boundary, ticks = config.boundary, config.grpo.minibatches
+    sides = DIRECTIONS[: 1 if boundary.shared_basis else 2]
+    sums = sum(sums_bytes(boundary, side, hidden) for side in sides)
+    if boundary.basis == "self":
+        return BasisBytes(1 / boundary.refresh_steps, basis_bytes(boundary, hidden), sums)
+    if boundary.basis == "random":
+        return BasisBytes(0.0, 0, 0)
+    anchors = 1 / config.anchor.cadence if config.anchor.enabled else 0.0
+    dense = 1 / boundary.dense_every if boundary.dense_every else 0.0
+    learners = sum(boundary.codec_of(side) == "lowrank" for side in sides)
+    return BasisBytes(ticks * (anchors + dense), 2 * HASH_BYTES * learners, 2 * sums)
+
+
 def context_size(boundary: BoundaryConfig, side: Direction, hidden: int) -> int:
     """Numbers that a packed row is predicted from: a flag, the embedding, the row before."""
     chain = ("none", "embedding", "embedding+previous").index(boundary.prediction if side == "forward" else "none")
@@ -189,7 +236,7 @@ def step_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> dict[str,
     row = row_bytes(boundary, "forward", hidden, dense=not samples_by_codec(config))
     sizes["rollout"] = config.sequences_per_step * lengths.rows * boundaries * row
     sizes["ids"] = config.sequences_per_step * lengths.response * boundaries * ID_BYTES
-    if boundary.basis == "self" and boundaries:
-        fits = basis_bytes(boundary, hidden) * boundaries
-        sizes["basis"] = fits / boundary.refresh_steps
+    learned, data = basis_traffic(config, hidden), config.parallel.data
+    ranks = boundaries * data * config.parallel.tensor if config.pipeline_ranks > 1 else 0
+    sizes["basis"] = learned.refreshes * ranks * (learned.fit + (learned.sums if data > 1 else 0))
     return sizes

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from math import isinf
 
 from rich.table import Table
 
@@ -10,7 +9,7 @@ from megatron_grpo.config import DIRECTIONS, BoundaryConfig, Config, ConfigError
 from megatron_grpo.config.checks import read_model
 
 from .build import Plan
-from .network import Path
+from .network import Line
 from .traffic import basis_bytes, crossing_share, training_shares
 from .zero import read_engine
 
@@ -54,14 +53,11 @@ def size_text(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def rate_text(path: Path) -> str:
-    """The rate of a link and when a message begins to arrive."""
-    if isinf(path.bit_s):
-        return "no limit"
-    unit, scale = next(
-        (u, s) for u, s in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)) if path.bit_s >= s or s == 1e3
-    )
-    return f"{path.bit_s / scale:.3g} {unit}, {1e3 * path.latency_s:g} ms"
+def rate_text(path: Line) -> str:
+    """The rate of a link, when a message begins to arrive, and how many pairs of ranks share it."""
+    scale, unit = (1e9, "Gbit/s") if path.bit_s >= 1e9 else (1e6, "Mbit/s")
+    alone = f"{path.bit_s / scale:.4g} {unit}, {1e3 * path.latency_s:g} ms"
+    return alone if path.shared == 1 else f"{alone}, for {path.shared}"
 
 
 def time_text(seconds: float) -> str:
@@ -110,7 +106,7 @@ def _ranks(config: Config, layers: int | None) -> dict[str, str]:
         stage = read_engine(config).stage
         text = f"stage {stage} over {parallel.data} data-parallel rank{'s'[: parallel.data != 1]}"
         if stage > 1 and config.pipeline_ranks > 1:
-            text += " of each stage; gradients are reduced once a tick, after Megatron's schedule"
+            text += " of each stage, whose gradients are reduced after Megatron's schedule, not in it"
         rows["ZeRO"] = text
     except ConfigError:
         pass  # check_config reports it

@@ -108,7 +108,7 @@ class BoundaryConfig(Section):
     """Backward rows carry what the micro-batch before lost at the same places; when absent, with token_waterfill."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Of backward codes, but for payload waterfill; stochastic is unbiased."""
-    links: Annotated[tuple[Link, ...], Field(strict=False, min_length=1)] = ("pipeline",)
+    links: Annotated[tuple[Link, ...], Field(strict=False)] = ("pipeline",)
     """Links that are compressed: boundaries between stages; sums over the tensor ranks of a layer; gradients of weight
     matrices over the replicas. The codecs, payloads and budgets above are the pipeline's."""
     tensor_rank: Positive | None = None
@@ -119,6 +119,13 @@ class BoundaryConfig(Section):
     """Ticks before gradients are compressed, 10 when absent."""
     shared_basis: bool = False
     """One basis for activations and gradients instead of two."""
+
+    @field_validator("links")
+    @classmethod
+    def _some_link(cls, value: tuple[Link, ...]) -> tuple[Link, ...]:
+        if not value:
+            raise ValueError("is empty; name at least one")
+        return value
 
     def codec_of(self, direction: Direction) -> Codec:
         """The codec of one direction of a pipeline boundary, the shorthand resolved."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from megatron_grpo.config import Config, ConfigError, check_config, load_config
+from megatron_grpo.config import Config, ConfigError, check_config, holds_sizes_alone, load_config
 
 CONFIG_ERROR = 2
 
@@ -105,20 +105,56 @@ def train(
 
 
 @app.command()
-def plan(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Show what a run would be: ranks, layers, batches, bytes, and every config error. Starts nothing."""
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="Hosts as DeepSpeed reads them; without, every stage is on its own.")
+    ] = None,
+    link_rate: Annotated[str, typer.Option(metavar="RATE", help="Of a link between hosts.")] = "100mbit",
+    latency: Annotated[float, typer.Option(min=0, metavar="MS", help="Of such a link, milliseconds one way.")] = 1.0,
+    local_rate: Annotated[str, typer.Option(metavar="RATE", help="Of a link inside a host.")] = "400gbit",
+    device_speed: Annotated[
+        float, typer.Option(min=1e-6, metavar="TFLOP/S", help="That a rank's products reach.")
+    ] = 200.0,
+    memory_rate: Annotated[float, typer.Option(min=1e-3, metavar="GB/S", help="Of a rank's memory.")] = 2000.0,
+    host_memory_rate: Annotated[
+        float, typer.Option(min=1e-3, metavar="GB/S", help="A rank's share of its host's memory.")
+    ] = 25.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Show what a run would be: ranks, links, bytes, memory, time, and every config error. Starts nothing."""
     with _config_errors():
         cfg = load_config(config, overrides)
-        errors = check_config(cfg)
+        weightless = holds_sizes_alone(Path(cfg.model.path))
+        errors = check_config(cfg, sizes_alone=weightless)
         try:
             _check_problems(cfg)
         except ConfigError as error:
             errors.append(str(error))
-        from megatron_grpo.plan import plan_tables
+        from megatron_grpo.launch.hosts import read_hostfile
+        from megatron_grpo.plan import Device, Rates, build_plan, outline_tables, parse_rate, plan_tables
 
-        console = Console()
-        for table in plan_tables(cfg):
-            console.print(table)
+        whole = None
+        try:
+            hosts = [] if hostfile is None else read_hostfile(hostfile)
+            rates = Rates(
+                parse_rate(link_rate, "--link-rate"), latency / 1e3, parse_rate(local_rate, "--local-rate"), 2e-5
+            )
+            device = Device(device_speed * 1e12, memory_rate * 1e9, host_memory_rate * 1e9)
+            whole = None if errors else build_plan(cfg, hosts, rates, device)
+        except ConfigError as error:
+            errors.append(str(error))
+        if as_json:
+            print(json.dumps({**(whole.as_json() if whole else {}), "errors": errors}))
+        else:
+            console = Console()
+            for table in [*outline_tables(cfg), *(plan_tables(whole) if whole else [])]:
+                console.print(table)
+            if weightless:
+                console.print(
+                    f"{cfg.model.path} holds sizes alone: train needs its weights and tokenizer.", style="yellow"
+                )
         if errors:
             raise ConfigError("\n".join(errors))
 

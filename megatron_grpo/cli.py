@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from megatron_grpo.config import Config, ConfigError, check_config, load_config
+from megatron_grpo.config import Config, ConfigError, check_config, holds_sizes_alone, load_config
 
 CONFIG_ERROR = 2
 
@@ -49,18 +49,44 @@ def train(
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; runs/NAME-TIME by default.")] = None,
     resume: Annotated[str | None, typer.Option(metavar="auto|PATH", help="Go on from a checkpoint.")] = None,
+    hostfile: Annotated[Path | None, typer.Option(help="Start on these hosts: NAME slots=N lines.")] = None,
+    include: Annotated[str, typer.Option(metavar="NAME[:SLOT,...][@...]", help="Only these hosts and slots.")] = "",
+    exclude: Annotated[str, typer.Option(metavar="NAME[:SLOT,...][@...]", help="All but these.")] = "",
+    no_ssh: Annotated[bool, typer.Option("--no-ssh", "--no_ssh", help="Start the ranks of this host only.")] = False,
+    node_rank: Annotated[
+        int | None, typer.Option("--node-rank", "--node_rank", help="This host's number among them, with --no-ssh.")
+    ] = None,
+    launcher: Annotated[str, typer.Option(help="pdsh, openmpi, mpich, impi, mvapich or slurm.")] = "pdsh",
+    launcher_args: Annotated[
+        str, typer.Option("--launcher-args", "--launcher_args", help="Further options of that launcher.")
+    ] = "",
+    master_addr: Annotated[
+        str | None, typer.Option("--master-addr", "--master_addr", help="Address of the first host.")
+    ] = None,
+    master_port: Annotated[
+        int, typer.Option("--master-port", "--master_port", help="A free port of the first host.")
+    ] = 29500,
 ) -> None:
-    """Train a policy. Starts the ranks itself unless a launcher has done so."""
+    """Train a policy. Starts the ranks itself, here or on the hosts of a file, unless a launcher has done so."""
     with _config_errors():
         cfg = _checked(config, overrides)
-        world = os.environ.get("WORLD_SIZE")
         target = run_dir or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        if _is_first_rank():
+        arguments = ["train", str(config), *(overrides or []), "--run-dir", str(target)]
+        arguments += ["--resume", resume] if resume is not None else []
+        from megatron_grpo.launch.cluster import Cluster, adopt_rank, node_of, start_on_hosts
+
+        if hostfile is None:
+            adopt_rank(os.environ)
+        node = node_of(hostfile, no_ssh=no_ssh, node_rank=node_rank)
+        if _is_first_rank() and not node:
             _check_run_dir(target, run_dir is not None, resume)
             _check_resume(cfg, target, resume)
-        if "RANK" in os.environ:
-            _check_world(cfg, world)
+        if hostfile is None and "RANK" in os.environ:
+            _check_world(cfg, os.environ.get("WORLD_SIZE"))
             _quiet_engines()
+            from megatron_grpo.launch import cpu_threads, rank_environment
+
+            os.environ.update(rank_environment({}, threads=cpu_threads(cfg.parallel)))
             from megatron_grpo.training.loop import train as train_on_this_rank
 
             code = train_on_this_rank(cfg, target, resume)
@@ -68,29 +94,67 @@ def train(
             sys.stderr.flush()
             os._exit(code)  # all is written; on the usual way out the engines' threads may still abort the process
         _check_problems(cfg)
-        from megatron_grpo.launch import start_local
+        if hostfile is None:
+            from megatron_grpo.launch import start_local
 
-        arguments = ["train", str(config), *(overrides or []), "--run-dir", str(target)]
-        arguments += ["--resume", resume] if resume is not None else []
-        code = start_local(arguments, cfg.world_size, cfg.parallel)
+            code = start_local(arguments, cfg.world_size, cfg.parallel)
+        else:
+            places = Cluster(hostfile, include, exclude, node, launcher, launcher_args, master_addr, master_port)
+            code = start_on_hosts(arguments, places, cfg)
     raise typer.Exit(code)
 
 
 @app.command()
-def plan(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Show what a run would be: ranks, layers, batches, bytes, and every config error. Starts nothing."""
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="Hosts as DeepSpeed reads them; without, every stage is on its own.")
+    ] = None,
+    link_rate: Annotated[str, typer.Option(metavar="RATE", help="Of a link between hosts.")] = "100mbit",
+    latency: Annotated[float, typer.Option(min=0, metavar="MS", help="Of such a link, milliseconds one way.")] = 1.0,
+    local_rate: Annotated[str, typer.Option(metavar="RATE", help="Of a link inside a host.")] = "400gbit",
+    device_speed: Annotated[
+        float, typer.Option(min=1e-6, metavar="TFLOP/S", help="That a rank's products reach.")
+    ] = 200.0,
+    memory_rate: Annotated[float, typer.Option(min=1e-3, metavar="GB/S", help="Of a rank's memory.")] = 2000.0,
+    host_memory_rate: Annotated[
+        float, typer.Option(min=1e-3, metavar="GB/S", help="A rank's share of its host's memory.")
+    ] = 25.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Show what a run would be: ranks, links, bytes, memory, time, and every config error. Starts nothing."""
     with _config_errors():
         cfg = load_config(config, overrides)
-        errors = check_config(cfg)
+        weightless = holds_sizes_alone(Path(cfg.model.path))
+        errors = check_config(cfg, sizes_alone=weightless)
         try:
             _check_problems(cfg)
         except ConfigError as error:
             errors.append(str(error))
-        from megatron_grpo.plan import plan_tables
+        from megatron_grpo.launch.hosts import read_hostfile
+        from megatron_grpo.plan import Device, Rates, build_plan, outline_tables, parse_rate, plan_tables
 
-        console = Console()
-        for table in plan_tables(cfg):
-            console.print(table)
+        whole = None
+        try:
+            hosts = [] if hostfile is None else read_hostfile(hostfile)
+            rates = Rates(
+                parse_rate(link_rate, "--link-rate"), latency / 1e3, parse_rate(local_rate, "--local-rate"), 2e-5
+            )
+            device = Device(device_speed * 1e12, memory_rate * 1e9, host_memory_rate * 1e9)
+            whole = None if errors else build_plan(cfg, hosts, rates, device)
+        except ConfigError as error:
+            errors.append(str(error))
+        if as_json:
+            print(json.dumps({**(whole.as_json() if whole else {}), "errors": errors}))
+        else:
+            console = Console()
+            for table in [*outline_tables(cfg), *(plan_tables(whole) if whole else [])]:
+                console.print(table)
+            if weightless:
+                console.print(
+                    f"{cfg.model.path} holds sizes alone: train needs its weights and tokenizer.", style="yellow"
+                )
         if errors:
             raise ConfigError("\n".join(errors))
 

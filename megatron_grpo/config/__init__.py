@@ -3,6 +3,7 @@
 from .checks import check_config
 from .engine import deepspeed_settings
 from .errors import ConfigError
+from .files import holds_sizes_alone
 from .loading import load_config, write_resolved
 from .problems import DataConfig, RewardConfig, SourceConfig, reward_name
 from .root import Config, layer_split
@@ -49,6 +50,7 @@ __all__ = [
     "TrainConfig",
     "check_config",
     "deepspeed_settings",
+    "holds_sizes_alone",
     "layer_split",
     "load_config",
     "reward_name",

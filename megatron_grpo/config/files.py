@@ -7,6 +7,14 @@ from pathlib import Path
 from .errors import ConfigError
 from .problems import TABLES, DataConfig
 
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+def holds_sizes_alone(folder: Path) -> bool:
+    """Whether a model directory is a config.json without weights and tokenizer: enough for a plan."""
+    return (folder / "config.json").is_file() and not any((folder / name).exists() for name in WEIGHTS + TOKENIZERS)
+
 
 def weight_errors(folder: Path) -> Iterator[str]:
     """Missing safetensors files of a Hugging Face directory."""

@@ -79,6 +79,8 @@ def load_checkpoint(checkpoint: Path, policy: Policy, steps: StepRunner) -> None
     policy.engine.load(checkpoint, ENGINE)
     state = torch.load(checkpoint / rank_file(policy.groups.rank), weights_only=True, map_location=policy.device)
     policy.boundaries.load_state_dict(state["boundaries"])
+    if policy.engine.data_link is not None:
+        policy.engine.data_link.load_state_dict(state["data_link"])
     steps.load_state_dict(_with_snapshots(state["steps"]))
     torch.set_rng_state(state["rng"].cpu())
 
@@ -104,6 +106,9 @@ def load_universal(cfg: Config, checkpoint: Path, policy: Policy, steps: StepRun
         steps.calibrate()
     else:
         policy.boundaries.load_state_dict(_on(policy.device, boundaries))
+    data_link = universal.data_link(groups.at, topology)
+    if policy.engine.data_link is not None and data_link is not None:
+        policy.engine.data_link.load_state_dict(_on(policy.device, data_link))
     state = universal.steps(groups.at, topology, shape, _fragments(policy))
     steps.load_state_dict(_with_snapshots(_on(policy.device, state)))
     return universal.dropped(topology)
@@ -128,6 +133,7 @@ def _rank_state(policy: Policy, steps: StepRunner) -> dict[str, Any]:
     snapshots["held"] = {tick: _plain(snapshot) for tick, snapshot in snapshots["held"].items()}
     return {
         "boundaries": policy.boundaries.state_dict(),
+        "data_link": None if policy.engine.data_link is None else policy.engine.data_link.state_dict(),
         "steps": state,
         "rng": torch.get_rng_state(),
         "fragments": plain_fragments(_fragments(policy)),

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,8 @@ from megatron_grpo.backends.reward_models import check_reward_models
 from megatron_grpo.config import Config, ConfigError, deepspeed_settings, write_resolved
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
+from megatron_grpo.parallel.placement import check_tensor_hosts, use_interface
+from megatron_grpo.parallel.watch import GRACE_S, LostPeerError, Watch
 from megatron_grpo.training.checkpoint import load_checkpoint, load_universal, save_checkpoint
 from megatron_grpo.training.export import export_policy
 from megatron_grpo.training.files import CheckpointError, CheckpointFolder
@@ -38,9 +40,6 @@ from megatron_grpo.training.view import build_view
 
 CONFIG_ERROR_GRACE_S = 10.0
 """The launcher ends the other ranks sooner once rank 0 has ended."""
-
-LOST_PEER_GRACE_S = 2.0
-"""The launcher looks once a second, and ends a run with the code of the first dead rank it sees."""
 
 STOPPED_BY_SIGNAL = 143
 """Exit code after SIGTERM: 128 + 15, with a checkpoint written."""
@@ -59,7 +58,8 @@ def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
     Returns:
         The exit code: 0 (of a reward rank always), 143 after SIGTERM, or 3 when the collapse alarm
         (``anchor.alarm: stop``) or a limit (``train.stop_gap`` and the like) stopped the run. An exception on any rank
-        ends its process at once with its traceback and code 1, so that the launcher ends the others.
+        ends its process at once with its traceback and code 1, so that the launcher ends the others; on other hosts
+        they end with a sentence that names it and its host, as they do when a rank is killed or does not answer.
     """
     try:
         with process_group(cfg) as (groups, device):
@@ -75,9 +75,10 @@ def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
         _end(2, str(error))
     except CheckpointError as error:
         _end(1, str(error))
-    except Exception as error:
-        if "by peer" in str(error):  # another rank is gone: let the launcher see that one first
-            time.sleep(LOST_PEER_GRACE_S)
+    except LostPeerError as error:
+        time.sleep(GRACE_S)  # let the launcher see the other one first
+        _end(1, f"rank {os.environ['RANK']} failed: {error} ({str(error.__cause__).splitlines()[0]})")
+    except Exception:
         _end(1, f"rank {os.environ.get('RANK', '0')} failed:\n{traceback.format_exc()}")
 
 
@@ -109,14 +110,22 @@ def process_group(cfg: Config) -> Iterator[tuple[ParallelGroups, torch.device]]:
     torch.manual_seed(cfg.train.seed)
     random.seed(cfg.train.seed)
     timeout = timedelta(seconds=parallel.timeout_s)
+    use_interface(parallel.interface)
+    watch: AbstractContextManager[Watch | None] = nullcontext()
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        os.environ["MASTER_ADDR"] = os.environ["MASTER_ADDR"].strip("[]")  # of an IPv6 address; torch takes it bare
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+        if world > 1:
+            watch = Watch(store.clone(), rank, world, silence_s=parallel.timeout_s)
+            check_tensor_hosts(watch.hosts, parallel.tensor)
     else:  # one process, started by hand; DeepSpeed asks the environment
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         dist.init_process_group(backend, timeout=timeout, rank=0, world_size=1, store=dist.HashStore())
     layout = Layout(pipeline=cfg.pipeline_ranks, data=parallel.data, tensor=parallel.tensor)
-    yield build_groups(layout, parallel.timeout_s, reward_stage=parallel.reward_stage), device
-    dist.barrier()
+    with watch:
+        yield build_groups(layout, parallel.timeout_s, reward_stage=parallel.reward_stage), device
+        dist.barrier()
     dist.destroy_process_group()
 
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from megatron_grpo import launch
 from megatron_grpo.cli import app
 from megatron_grpo.config import ConfigError, ParallelConfig, load_config
+from megatron_grpo.launch import local
 from megatron_grpo.plan import training_shares
 from tests.unit.test_config import home
 
@@ -207,7 +208,7 @@ def test_rank_environment() -> None:
 def test_launch_command_names_one_device_a_rank() -> None:
     import base64
 
-    command = launch.launch_command(["train", "x.yaml"], [2, 3], 5000)
+    command = local.node_command(["train", "x.yaml"], {"localhost": [2, 3]}, node=0, address="127.0.0.1", port=5000)
     world = next(part for part in command if part.startswith("--world_info=")).partition("=")[2]
     assert json.loads(base64.urlsafe_b64decode(world)) == {"localhost": [2, 3]}
     assert command[-3:] == ["megatron_grpo", "train", "x.yaml"]
@@ -225,18 +226,18 @@ def test_gpus_are_counted_by_their_device_files(tmp_path: Path, monkeypatch: pyt
 
 
 def test_devices_follow_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "visible_gpus", lambda: [0, 1])
+    monkeypatch.setattr(local, "visible_gpus", lambda: [0, 1])
     assert launch.device_ids(2, ParallelConfig()) == [0, 1]
     assert launch.device_ids(2, ParallelConfig(backend="gloo")) == []
     with pytest.raises(ConfigError, match="4 ranks need 4 GPUs and this machine shows 2"):
         launch.device_ids(4, ParallelConfig())
-    monkeypatch.setattr(launch, "visible_gpus", list)
+    monkeypatch.setattr(local, "visible_gpus", list)
     assert launch.device_ids(4, ParallelConfig()) == []
     with pytest.raises(ConfigError, match="no GPU here"):
         launch.device_ids(4, ParallelConfig(backend="nccl"))
 
 
 def test_missing_engines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "find_spec", lambda name: None if name == "deepspeed" else os)
+    monkeypatch.setattr(local, "find_spec", lambda name: None if name == "deepspeed" else os)
     with pytest.raises(ConfigError, match=r"^deepspeed: not installed; run"):
         launch.require_engines()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo import launch
 from megatron_grpo.config import Config, ConfigError, load_config, write_resolved
+from megatron_grpo.launch import local
 from megatron_grpo.report.stats import student_quantile
 from megatron_grpo.sweep import room, runner
 from megatron_grpo.sweep.folder import changed_keys, is_finished, locked
@@ -377,7 +377,7 @@ class TestFolder:
 
 class TestRoom:
     def test_gpus_are_shared_out(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (launch, room):
+        for module in (local, room):
             monkeypatch.setattr(module, "visible_gpus", lambda: [4, 5, 6])
         monkeypatch.delenv("DS_ACCELERATOR", raising=False)
         two, one = (load_config(home / "run.yaml", [f"parallel.pipeline={stages}"]) for stages in (2, 1))

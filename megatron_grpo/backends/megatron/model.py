@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron_grpo.backends.megatron.tensor_link import TensorLink, linked
 from megatron_grpo.conversion.families import Activation, ModelShape, Positions
 from megatron_grpo.conversion.files import stage_weights
 from megatron_grpo.conversion.names import padded_vocab, stage_table
@@ -51,6 +52,7 @@ class Stage:
         shape: the whole model's shape.
         layers: global numbers of this stage's layers.
         split: layers of every stage.
+        tensor_link: what its layers sum over, where the tensor link is compressed.
     """
 
     module: GPTModel
@@ -58,6 +60,7 @@ class Stage:
     layers: range
     split: tuple[int, ...]
     collection: ProcessGroupCollection
+    tensor_link: TensorLink | None = None
 
     @property
     def vocab_start(self) -> int:
@@ -123,14 +126,15 @@ def transformer_config(
     )
 
 
-def stage_spec(shape: ModelShape, layers: int) -> TransformerBlockSubmodules:
-    """The modules of a stage of so many layers.
+def stage_spec(shape: ModelShape, layers: range, tensor_link: TensorLink | None = None) -> TransformerBlockSubmodules:
+    """The modules of a stage of these layers.
 
     "RMSNorm" here means torch's norm, of the kind that the config names: by any other word Megatron would take its norm
     from whatever package is called apex.
     """
     layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
-    return TransformerBlockSubmodules(layer_specs=[layer_spec] * layers, layer_norm=WrappedTorchNorm)
+    specs = [layer_spec if tensor_link is None else linked(layer_spec, tensor_link, layer) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
 
 
 def stage_layers(split: tuple[int, ...], stage: int) -> range:
@@ -147,12 +151,14 @@ def build_stage(
     dtype: torch.dtype,
     recompute: bool,
     device: torch.device,
+    compress_tensor_link: bool = False,
 ) -> Stage:
     """Build this rank's stage and load its weights. Call inside ``megatron_runtime``.
 
     Args:
         source: holds the weights of ``shape``.
         split: layers of every stage; uneven splits are fine.
+        compress_tensor_link: sums over tensor ranks go over a ``TensorLink``, which is to be connected.
 
     Raises:
         ConfigError: the tensor-parallel size does not divide the model.
@@ -162,9 +168,10 @@ def build_stage(
     config = transformer_config(shape, tensor=tensor, pipeline=groups.layout.pipeline, dtype=dtype, recompute=recompute)
     collection = collection_of(groups)
     scores = shape.head == "score"
+    tensor_link = TensorLink(groups.tensor) if compress_tensor_link else None
     module = GPTModel(
         config,
-        stage_spec(shape, len(layers)),
+        stage_spec(shape, layers, tensor_link),
         vocab_size=padded_vocab(shape.vocab, tensor),
         max_sequence_length=shape.max_positions,
         pre_process=groups.is_first_stage,
@@ -188,7 +195,7 @@ def build_stage(
     )
     load_weights(module, weights)
     mark_sharded(module, shape, layers, groups)
-    return Stage(module.to(device), shape, layers, split, collection)
+    return Stage(module.to(device), shape, layers, split, collection, tensor_link)
 
 
 def whole_logits(stage: Stage, ids_BS: torch.Tensor) -> torch.Tensor:

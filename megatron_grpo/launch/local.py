@@ -12,13 +12,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
 from megatron_grpo.config import ConfigError, ParallelConfig
+from megatron_grpo.parallel.placement import use_interface
 
 ENGINES = ("torch", "deepspeed", "megatron.core", "transformers")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -32,9 +33,15 @@ def start_local(arguments: list[str], ranks: int, parallel: ParallelConfig) -> i
     Errors: ConfigError when an engine is not installed or the GPUs do not suffice.
     """
     require_engines()
+    use_interface(parallel.interface)
     devices = device_ids(ranks, parallel)
-    environment = rank_environment(dict(os.environ), threads=None if devices else parallel.threads)
-    command = launch_command(arguments, devices or [-1] * ranks, free_port())
+    slots = {"localhost": devices or [-1] * ranks}
+    command = node_command(arguments, slots, node=0, address="127.0.0.1", port=free_port())
+    return supervise(command, rank_environment(dict(os.environ), threads=None if devices else parallel.threads))
+
+
+def supervise(command: list[str], environment: dict[str, str]) -> int:
+    """Run a launcher in a process group of its own until it ends, passing signals on; the exit code of the run."""
     launcher = subprocess.Popen(command, env=environment, start_new_session=True)
     with _forwarding(launcher.pid) as received:
         code = launcher.wait()
@@ -59,7 +66,7 @@ def require_engines() -> None:
 def device_ids(ranks: int, parallel: ParallelConfig) -> list[int]:
     """One GPU for each rank; empty when the run belongs on the CPU (no GPU, ``parallel.backend=gloo``, or
     DS_ACCELERATOR=cpu). Errors: ConfigError when there are GPUs but too few."""
-    if parallel.backend == "gloo" or os.environ.get("DS_ACCELERATOR") == "cpu":
+    if on_cpu(parallel):
         return []
     visible = visible_gpus()
     if not visible:
@@ -74,6 +81,11 @@ def device_ids(ranks: int, parallel: ParallelConfig) -> list[int]:
     return visible[:ranks]
 
 
+def on_cpu(parallel: ParallelConfig) -> bool:
+    """Whether the run was told to stay on the CPU."""
+    return parallel.backend == "gloo" or os.environ.get("DS_ACCELERATOR") == "cpu"
+
+
 def visible_gpus(devices: Path = Path("/dev")) -> list[int]:
     """Indices of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, found by their device files."""
     present = sorted(int(file.name[6:]) for file in devices.glob("nvidia*") if file.name[6:].isdigit())
@@ -82,6 +94,11 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[int]:
         return list(range(len(present)))
     wanted = [int(item) for item in chosen.split(",") if item.strip().isdigit()]
     return [index for index in wanted if index < len(present)]
+
+
+def cpu_threads(parallel: ParallelConfig) -> int | None:
+    """CPU threads of a rank on this host; None where ranks run on GPUs."""
+    return parallel.threads if on_cpu(parallel) or not visible_gpus() else None
 
 
 def rank_environment(environment: dict[str, str], *, threads: int | None) -> dict[str, str]:
@@ -93,12 +110,16 @@ def rank_environment(environment: dict[str, str], *, threads: int | None) -> dic
     return environment
 
 
-def launch_command(arguments: list[str], devices: list[int], port: int) -> list[str]:
-    """DeepSpeed's node launcher for one machine. ``devices`` holds one number a rank and becomes
-    CUDA_VISIBLE_DEVICES; -1 hides every GPU."""
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
+def node_command(
+    arguments: list[str], slots: Mapping[str, list[int]], *, node: int, address: str, port: int
+) -> list[str]:
+    """DeepSpeed's node launcher for host number ``node`` of ``slots``; ranks meet at ``address`` and ``port``.
+
+    A host has one slot a rank, which becomes CUDA_VISIBLE_DEVICES; -1 hides every GPU.
+    """
+    world = base64.urlsafe_b64encode(json.dumps(slots).encode()).decode()
     launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--quiet"]
-    meeting = ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    meeting = [f"--node_rank={node}", f"--master_addr={address}", f"--master_port={port}"]
     return [*launcher, *meeting, "--module", "--no_local_rank", "megatron_grpo", *arguments]
 
 

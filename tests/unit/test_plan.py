@@ -1,0 +1,281 @@
+"""The plan's numbers, by hand: parameters, schedule, links, memory; and the CLI around them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megatron_grpo.boundary.build import build_codecs
+from megatron_grpo.cli import app
+from megatron_grpo.config import BoundaryConfig, ConfigError, load_config
+from megatron_grpo.conversion.families import model_shape
+from megatron_grpo.launch.hosts import Host
+from megatron_grpo.plan import Device, Rates, build_plan, parse_rate, predict
+from megatron_grpo.plan.memory import snapshots, stage_memory
+from megatron_grpo.plan.network import FRAME, Line, placement_of
+from megatron_grpo.plan.schedule import StageTimes, pass_seconds, prefill_seconds, round_seconds
+from megatron_grpo.plan.sizes import parameter_count, read_shape, stage_sizes
+from megatron_grpo.plan.traffic import basis_bytes
+from tests.unit.test_config import home
+
+__all__ = ["home"]
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/tiny/k5.yaml"
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+
+
+def test_parameters_of_published_models() -> None:
+    """Qwen2.5-1.5B has 1,543,714,304; the others are in the recipes."""
+    recipes = ROOT / "examples/cluster/recipes"
+    counts = [parameter_count(model_shape(QWEN))]
+    counts += [
+        parameter_count(model_shape(json.loads((recipes / name / "config.json").read_text())))
+        for name in ("qwen2.5-7b", "qwen2.5-32b", "llama-3-70b")
+    ]
+    assert counts == [1_543_714_304, 7_615_616_512, 32_763_876_352, 70_553_706_496]
+
+
+def test_a_stage_of_llama_70b_by_hand() -> None:
+    """H 8192, F 28672, 64 heads of 128 and 8 KV groups, V 128256, which 256 divides; 10 layers, two tensor ranks."""
+    shape = model_shape(json.loads((ROOT / "examples/cluster/recipes/llama-3-70b/config.json").read_text()))
+    first, *_, last = stages = stage_sizes(shape, pipeline=8, tensor=2)
+    matrices = (8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672) // 2
+    layer, head = matrices + 2 * 8192, 128256 * 8192 // 2
+    assert [size.parameters for size in stages[1:7]] == [10 * layer] * 6
+    assert first.parameters == 10 * layer + head and last.parameters == 10 * layer + head + 8192
+    assert first.multiplied == 10 * matrices and last.multiplied == 10 * matrices + head
+    assert (last.queries, last.keys, last.ffn, last.vocab, last.largest) == (4096, 512, 14336, 64128, layer)
+    assert first.flops(tokens=3, columns=5) == 2 * 10 * matrices * 3 + 4 * 10 * 4096 * 5 * 3
+
+
+def test_a_tied_head_is_multiplied_where_it_is() -> None:
+    shape = model_shape(QWEN)
+    (whole,) = stage_sizes(shape, pipeline=1, tensor=1)
+    first, last = stage_sizes(shape, pipeline=2, tensor=1)
+    table = 152064 * 1536 if 151936 % 128 else 151936 * 1536
+    assert first.parameters + last.parameters == whole.parameters + table  # its copy on the last stage
+    assert first.multiplied + last.multiplied == whole.multiplied
+
+
+CODINGS: list[dict[str, Any]] = [
+    {},
+    {"predict": "embedding"},
+    {"predict": "none"},
+    {"codec": "lowrank"},
+    {"codec": "lowrank", "payload": "float32", "rank": 7},
+    {"codec": "lowrank", "payload": "int4", "rank": 6},
+    {"codec": "lowrank", "payload": "waterfill", "budget": 0.1},
+    {"codec": "lowrank", "shared_basis": True},
+    {"codec": "mask"},
+    {"codec": "identity", "basis": "random"},
+]
+
+
+@pytest.mark.parametrize("coding", CODINGS, ids=str)
+def test_what_a_basis_costs_is_what_crosses(coding: dict[str, Any]) -> None:
+    """The plan's arithmetic against the codecs themselves."""
+    cfg = BoundaryConfig(**coding)
+    codecs = build_codecs(cfg, hidden=96, index=0, seed=0, embedding_VH=torch.empty(0, 96))
+    assert basis_bytes(cfg, 96) == sum(learner.flat().nbytes for _, learner in codecs.learners())
+
+
+def even(stages: int, *, work: float, way: float = 0.0) -> StageTimes:
+    return StageTimes([work] * stages, [2 * work] * stages, [way] * (stages - 1), [way] * (stages - 1))
+
+
+@pytest.mark.parametrize(
+    ("times", "micros", "backward", "seconds"),
+    [
+        (even(1, work=1), 4, True, 12),
+        (even(4, work=1), 8, True, (8 + 3) * 3),  # 1F1B: micro-batches and a bubble of all stages but one
+        (even(4, work=1), 2, True, (2 + 3) * 3),
+        (even(4, work=1), 8, False, 8 + 3),
+        # the wire alone: F0, then F1 and B0 pass each other, and so on, then the last B
+        (even(2, work=0, way=5), 4, True, (4 + 1) * 5),
+        (even(2, work=0, way=5), 4, False, 4 * 5),
+        # one micro-batch: there and back again
+        (even(3, work=1, way=10), 1, True, 3 * 3 + 4 * 10),
+        # two stages, forward 1 and 3, nothing back: 1, way 2, then 3 and its way by turns; the other one waits
+        (StageTimes([1, 3], [0, 0], [2], [0]), 3, False, 1 + 3 * (2 + 3)),
+    ],
+)
+def test_passes_by_hand(times: StageTimes, micros: int, backward: bool, seconds: float) -> None:
+    assert pass_seconds(times, micros, backward=backward) == pytest.approx(seconds)
+
+
+def test_sampling_rounds_by_hand() -> None:
+    """Three stages; the second takes a micro-batch up for 4 + 2. With two in flight the way of one decides: 15 + back;
+    with four the second stage."""
+    work, ways = [1.0, 2.0, 3.0], [4.0, 2.0]
+    assert round_seconds(work, ways, 3.0, in_flight=2) == 12 + 3
+    assert round_seconds(work, ways, 3.0, in_flight=4) == 4 * 6
+    assert prefill_seconds(work, ways, in_flight=3) == 12 + 2 * 6
+
+
+def test_links_by_hand() -> None:
+    link = Line(8e6, 0.25)
+    assert link.seconds(0) == 0 and link.seconds(1e6) == pytest.approx(0.25 + FRAME)
+    assert replace(link, shared=3).seconds(1e6) == pytest.approx(0.25 + 3 * FRAME)
+    assert Line(8e6).ring(4e6, 4) == pytest.approx(6 * FRAME)  # six messages of a quarter
+    assert Line(8e6).gather(4e6, 4) == pytest.approx(3 * FRAME)
+    assert link.ring(1e6, 1) == 0
+
+
+def test_hosts_decide_what_is_slow_and_shared() -> None:
+    """Stages 0 and 1 on a, 2 on b: both replicas cross 1>2, one host pair; replicas and tensor ranks are neighbours."""
+    config = load_config(EXAMPLE, ["parallel.pipeline=3", "parallel.data=2", "parallel.tensor=2"])
+    network = placement_of(config, [Host("a", 8), Host("b", 4)]).network(Rates(1e6, 0.5, 1e9, 0.25))
+    near, far = Line(1e9, 0.25), Line(1e6, 0.5, 2)
+    assert network.boundaries == (near, far)
+    assert (network.tensor, network.data, network.embedding) == (near, near, far)
+    # a replica a host: gradients of both shards and all stages meet on it
+    config = load_config(EXAMPLE, ["parallel.pipeline=1", "parallel.data=2", "parallel.tensor=2"])
+    assert placement_of(config, [Host("a", 2), Host("b", 2)]).network(Rates(1e6, 0.5)).data == Line(1e6, 0.5, 2)
+
+
+def test_hosts_that_do_not_fit_are_refused() -> None:
+    config = load_config(EXAMPLE, ["parallel.tensor=2"])
+    with pytest.raises(ConfigError, match="2 hosts have 3 slots and the config needs 4 ranks"):
+        placement_of(config, [Host("a", 1), Host("b", 2)])
+    with pytest.raises(ConfigError, match=r"parallel.tensor=2: ranks 0 to 1 .* a and b"):
+        placement_of(config, [Host("a", 1), Host("b", 3)])
+
+
+@pytest.mark.parametrize(("text", "rate"), [("100mbit", 1e8), ("2.5GBIT", 2.5e9), ("56kbit", 56e3), ("1tbit", 1e12)])
+def test_rates(text: str, rate: float) -> None:
+    assert parse_rate(text, "--x") == rate
+
+
+@pytest.mark.parametrize("text", ["100", "0mbit", "fast", "-1mbit", "10 mbit", "10mbyte"])
+def test_no_rates(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--x={text}: is no rate; write a number"):
+        parse_rate(text, "--x")
+
+
+@pytest.mark.parametrize(
+    ("cadence", "delay", "most"), [(5, 5, 2), (5, 0, 1), (20, 5, 1), (5, 20, 5), (1, 3, 4), (20, 20, 2)]
+)
+def test_snapshots_at_once(cadence: int, delay: int, most: int) -> None:
+    """With both 5: tick 5 is remembered before what tick 0 left is replayed."""
+    assert snapshots(cadence, delay) == most
+
+
+def test_memory_by_hand() -> None:
+    """ZeRO 1 in float32: weights, three numbers an element, two snapshots, M; and what 1F1B has under way."""
+    config = load_config(EXAMPLE)
+    shape = read_shape(config)
+    first, last = stage_memory(config, shape)
+    size = stage_sizes(shape, pipeline=2, tensor=1)[0].parameters
+    parts = first.parts
+    assert parts["weights"] == parts["M"] == parts["gradients"] == parts["averaged gradients"] == 4 * size
+    assert (parts["optimizer"], parts["snapshots"]) == (12 * size, 8 * size)
+    columns = 64 + 28 - 1  # prompt and response up to so many, the last token is no input
+    assert parts["KV cache"] == 2 * 2 * (2 * 24) * columns * 64 * 2 * 4  # L, k and v, 2 KV heads, 2 x 64 sequences
+    layer = 4 * 96 * 4 + 4 * (2 * 96 + 4 * 96 + 5 * 352) + 4 * columns * 4
+    assert parts["activations"] == 2 * last.parts["activations"] == 2 * 2 * 32 * columns * layer
+    assert last.parts["logits"] == 32 * 128 * (2 * 4 * columns + 3 * 4 * 28)
+    assert first.peak == sum(parts.values()) - parts["KV cache"]
+
+
+def test_memory_goes_to_the_host_where_the_file_says_so(tmp_path: Path) -> None:
+    """ZeRO 3 over 4 ranks: shards of weights; the optimizer's 12 bytes and the float32 gradients are the host's."""
+    file = tmp_path / "offload.json"
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}
+    file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
+    overrides = [f"deepspeed.config={file}", "model.dtype=bfloat16", "parallel.data=4", "train.micro_batch=16"]
+    config = load_config(EXAMPLE, [*overrides, "anchor.enabled=false", "boundary.basis=self"])
+    shape = read_shape(config)
+    entry = stage_memory(config, shape)[0]
+    size = stage_sizes(shape, pipeline=2, tensor=1)[0].parameters
+    assert entry.host == {"optimizer": 12 * size / 4, "averaged gradients": 4 * size / 4}
+    assert (entry.parts["weights"], entry.parts["gathered weights"], entry.parts["buffers"]) == (
+        size / 2,
+        2 * size,
+        2000,
+    )
+
+
+def test_prediction_on_a_slow_link_by_hand() -> None:
+    """Two stages, nothing but the wire: 10 Mbit/s without latency; 2 micro-batches of 32, prompts of 64, 28 tokens."""
+    config = load_config(EXAMPLE, ["boundary.codec=identity", "anchor.enabled=false", "boundary.basis=random"])
+    step = predict(config, link_bit_s=1e7, device_flop_s=1e30, latency_s=0.0)
+    row = 96 * 2 * 8 * FRAME / 1e7
+    crossing = 32 * 91 * row
+    assert step.fast == pytest.approx(2 * 3 * crossing)  # two ticks, of two micro-batches each
+    assert step.old_logprobs == pytest.approx(2 * crossing)
+    ids = 64 * 4 * 8 * FRAME / 1e7
+    sampled = 64 * 65 * row + 64 * 64 * row + ids - 64 * row  # prompts of both micro-batches, one behind the other
+    sampled += 27 * 2 * 64 * row  # then both by turns
+    assert step.rollout == pytest.approx(sampled)
+    assert step.compute == pytest.approx(0.0, abs=1e-12) and step.wire == step.total
+    assert step.bytes["fast_fwd"] == step.bytes["fast_bwd"] == step.bytes["rollout"] == 128 * 91 * 192
+
+
+def test_prediction_takes_measured_lengths_and_devices() -> None:
+    config = load_config(EXAMPLE, ["parallel.pipeline=1", "boundary.codec=identity", "anchor.enabled=false"])
+    given = {"link_bit_s": 1e9, "latency_s": 0.0, "prompt_tokens": 20.0, "response_tokens": 8.0}
+    step = predict(config, device_flop_s=1e9, longest_response=10, **given)
+    shape = read_shape(config)
+    (size,) = stage_sizes(shape, pipeline=1, tensor=1)
+    assert step.fast == pytest.approx(2 * 2 * 3 * size.flops(32 * 29, 29) / 1e9)
+    slower = predict(config, device_flop_s=1e9, longest_response=10, overhead_s=0.5, decode_overhead_s=0.25, **given)
+    assert slower.fast - step.fast == pytest.approx(2 * 2 * 3 * 4 * 0.5)
+    assert slower.rollout - step.rollout == pytest.approx(10 * 4 * 0.25)
+    assert step.total == pytest.approx(step.compute)
+
+
+def test_the_plan_as_json(home: Path) -> None:
+    (home / "hosts").write_text("a slots=1\nb slots=1\n")
+    arguments = ["plan", str(home / "run.yaml"), "--json", "--hostfile", str(home / "hosts"), "--link-rate", "10mbit"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0
+    plan = json.loads(result.stdout)
+    assert plan["errors"] == [] and plan["parameters"] == 4 * 101_568 + 2 * 40 * 96 + 96
+    assert [rank["host"] for rank in plan["ranks"]] == ["a", "b"]
+    assert plan["links"][0]["where"] == "a to b" and plan["links"][0]["path"]["bit_s"] == 1e7
+    seconds = plan["seconds_per_step"]["config"]
+    assert seconds["total"] == pytest.approx(
+        sum(v for k, v in seconds.items() if k not in ("total", "compute", "wire"))
+    )
+
+
+def test_the_json_has_every_error(home: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["plan", str(home / "run.yaml"), "--json", "boundary.rank=900", "--link-rate", "9"]
+    )
+    assert result.exit_code == 2
+    errors = json.loads(result.stdout)["errors"]
+    assert len(errors) == 2 and "boundary.rank=900 exceeds" in errors[0] and "--link-rate=9: is no rate" in errors[1]
+
+
+def test_sizes_alone_can_be_planned_and_not_trained() -> None:
+    recipe = ROOT / "examples/cluster/recipes/7b.yaml"
+    plan, train = (CliRunner().invoke(app, [command, str(recipe)]) for command in ("plan", "train"))
+    assert plan.exit_code == 0 and "holds sizes alone" in plan.output
+    assert (
+        train.exit_code == 2 and "has no model.safetensors" in train.output and "has neither tokenizer" in train.output
+    )
+    assert not (ROOT / "examples/cluster/recipes/runs").exists()
+
+
+def test_build_plan_is_the_same_run_with_and_without_codec() -> None:
+    """The dense side of the plan is the identity codec in bfloat16, no anchor, whatever the config has."""
+    config = load_config(EXAMPLE)
+    plan = build_plan(config, [], Rates(1e7), Device(1e12))
+    plain = load_config(EXAMPLE, ["boundary.codec=identity", "anchor.enabled=false", "boundary.basis=random"])
+    assert plan.dense == build_plan(plain, [], Rates(1e7), Device(1e12)).time

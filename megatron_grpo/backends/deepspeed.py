@@ -266,6 +266,8 @@ class PolicyEngine:
         else:
             optimizer.micro_step_id = 0
             optimizer._epilogue_ran_this_backward = False
+            # A step would let go of every parameter; the embedding, whose input has no gradient, is still held.
+            optimizer.empty_partition_cache()
 
     def weights(self) -> Shards:
         """A copy of the weights as this rank holds them (ZeRO 3: its partition)."""

@@ -104,6 +104,8 @@ def load_universal(cfg: Config, checkpoint: Path, policy: Policy, steps: StepRun
     boundaries = universal.boundaries(groups.at, topology)
     if boundaries is None:
         steps.calibrate()
+        if policy.boundaries.tensor is not None:
+            policy.boundaries.tensor.load_state_dict(_on(policy.device, universal.tensor_link))
     else:
         policy.boundaries.load_state_dict(_on(policy.device, boundaries))
     data_link = universal.data_link(groups.at, topology)

@@ -53,11 +53,11 @@ def size_text(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def rate_text(path: Line) -> str:
+def rate_text(line: Line) -> str:
     """The rate of a link, when a message begins to arrive, and how many pairs of ranks share it."""
-    scale, unit = (1e9, "Gbit/s") if path.bit_s >= 1e9 else (1e6, "Mbit/s")
-    alone = f"{path.bit_s / scale:.4g} {unit}, {1e3 * path.latency_s:g} ms"
-    return alone if path.shared == 1 else f"{alone}, for {path.shared}"
+    scale, unit = (1e9, "Gbit/s") if line.bit_s >= 1e9 else (1e6, "Mbit/s")
+    alone = f"{line.bit_s / scale:.4g} {unit}, {1e3 * line.latency_s:g} ms"
+    return alone if line.shared == 1 else f"{alone}, for {line.shared}"
 
 
 def time_text(seconds: float) -> str:
@@ -186,7 +186,7 @@ def _span(ranks: range) -> str:
 
 def _links(plan: Plan) -> Table:
     rows = [
-        (load.name, load.where, rate_text(load.path), load.carries, size_text(load.bytes), time_text(load.seconds))
+        (load.name, load.where, rate_text(load.line), load.carries, size_text(load.bytes), time_text(load.seconds))
         for load in plan.links
     ]
     return _grid("Links", ("link", "where", "rate", "carries", "bytes a tick", "alone"), rows)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config import check_config, deepspeed_settings, load_config
+from megatron_grpo.config import check_config, deepspeed_settings, holds_sizes_alone, load_config
 from megatron_grpo.sweep.spec import load_sweep
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,8 @@ CONTRACT = {
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_loads_and_checks_clean(path: Path) -> None:
-    assert check_config(load_config(path)) == []
+    config = load_config(path)
+    assert check_config(config, sizes_alone=holds_sizes_alone(Path(config.model.path))) == []
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)

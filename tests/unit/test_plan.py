@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_grpo.boundary.build import build_codecs
 from megatron_grpo.cli import app
-from megatron_grpo.config import BoundaryConfig, ConfigError, load_config
+from megatron_grpo.config import DIRECTIONS, BoundaryConfig, ConfigError, load_config
 from megatron_grpo.conversion.families import model_shape
 from megatron_grpo.launch.hosts import Host
 from megatron_grpo.plan import Device, Rates, build_plan, parse_rate, predict
@@ -19,7 +19,9 @@ from megatron_grpo.plan.memory import snapshots, stage_memory
 from megatron_grpo.plan.network import FRAME, Line, placement_of
 from megatron_grpo.plan.schedule import StageTimes, pass_seconds, prefill_seconds, round_seconds
 from megatron_grpo.plan.sizes import parameter_count, read_shape, stage_sizes
-from megatron_grpo.plan.traffic import basis_bytes
+from megatron_grpo.plan.sums import gradient_payload, tensor_row
+from megatron_grpo.plan.traffic import basis_bytes, training_passes
+from megatron_grpo.plan.zero import read_engine
 from tests.unit.test_config import home
 
 __all__ = ["home"]
@@ -193,7 +195,7 @@ def test_memory_by_hand() -> None:
 
 
 def test_memory_goes_to_the_host_where_the_file_says_so(tmp_path: Path) -> None:
-    """ZeRO 3 over 4 ranks: shards of weights; the optimizer's 12 bytes and the float32 gradients are the host's."""
+    """ZeRO 3 over 4 ranks: shards of weights; the optimizer's 12 bytes and two of float32 gradients are the host's."""
     file = tmp_path / "offload.json"
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}
     file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
@@ -202,7 +204,7 @@ def test_memory_goes_to_the_host_where_the_file_says_so(tmp_path: Path) -> None:
     shape = read_shape(config)
     entry = stage_memory(config, shape)[0]
     size = stage_sizes(shape, pipeline=2, tensor=1)[0].parameters
-    assert entry.host == {"optimizer": 12 * size / 4, "averaged gradients": 4 * size / 4}
+    assert entry.host == {"optimizer": 12 * size / 4, "averaged gradients": 2 * 4 * size / 4}
     assert (entry.parts["weights"], entry.parts["gathered weights"], entry.parts["buffers"]) == (
         size / 2,
         2 * size,
@@ -247,7 +249,7 @@ def test_the_plan_as_json(home: Path) -> None:
     plan = json.loads(result.stdout)
     assert plan["errors"] == [] and plan["parameters"] == 4 * 101_568 + 2 * 40 * 96 + 96
     assert [rank["host"] for rank in plan["ranks"]] == ["a", "b"]
-    assert plan["links"][0]["where"] == "a to b" and plan["links"][0]["path"]["bit_s"] == 1e7
+    assert plan["links"][0]["where"] == "a to b" and plan["links"][0]["line"]["bit_s"] == 1e7
     seconds = plan["seconds_per_step"]["config"]
     assert seconds["total"] == pytest.approx(
         sum(v for k, v in seconds.items() if k not in ("total", "compute", "wire"))
@@ -279,3 +281,20 @@ def test_build_plan_is_the_same_run_with_and_without_codec() -> None:
     plan = build_plan(config, [], Rates(1e7), Device(1e12))
     plain = load_config(EXAMPLE, ["boundary.codec=identity", "anchor.enabled=false", "boundary.basis=random"])
     assert plan.dense == build_plan(plain, [], Rates(1e7), Device(1e12)).time
+
+
+def test_compressed_tensor_and_data_links_by_hand() -> None:
+    """A tensor sum of r numbers in bfloat16 for H; of a 400 x 100 gradient two factors of rank 8, of 20 x 20 nothing."""
+    links = ["boundary.links=[pipeline,tensor,data]", "boundary.tensor_rank=6", "boundary.data_rank=8"]
+    config = load_config(EXAMPLE, ["parallel.tensor=2", "parallel.data=2", "anchor.enabled=false", *links])
+    assert [tensor_row(config, 96, side, coded=True) for side in DIRECTIONS] == [12, 12]
+    assert tensor_row(config, 96, "forward", coded=False) == 192
+    assert tensor_row(load_config(EXAMPLE), 96, "forward", coded=True) == 384  # the model's own float32
+    size = stage_sizes(read_shape(config), pipeline=2, tensor=2)[0]
+    size = replace(size, matrices=((400, 100), (20, 20)), parameters=40_500)
+    assert size.factored(8) == 40_500 - 40_000 + 8 * 500
+    fast, old = training_passes(config, 96)
+    engine = read_engine(config)
+    assert (fast.kind, old.kind) == ("fast", "old log-probs")
+    assert gradient_payload(config, size, engine, fast) == 4 * 4500
+    assert gradient_payload(load_config(EXAMPLE), size, engine, fast) == 4 * 40_500

@@ -2,10 +2,19 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from rich.table import Table
 
-from megatron_grpo.config import DIRECTIONS, BoundaryConfig, Config, ConfigError, layer_split, reward_name
+from megatron_grpo.config import (
+    DIRECTIONS,
+    BoundaryConfig,
+    Config,
+    ConfigError,
+    holds_sizes_alone,
+    layer_split,
+    reward_name,
+)
 from megatron_grpo.config.checks import read_model
 
 from .build import Plan
@@ -110,7 +119,10 @@ def _ranks(config: Config, layers: int | None) -> dict[str, str]:
         rows["ZeRO"] = text
     except ConfigError:
         pass  # check_config reports it
-    rows["model"] = f"{config.model.path} ({config.model.dtype})"
+    folder = Path(config.model.path)
+    here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    alone = "; sizes alone: train needs weights and a tokenizer, too" if holds_sizes_alone(folder) else ""
+    rows["model"] = f"{here} ({config.model.dtype}){alone}"
     return rows
 
 

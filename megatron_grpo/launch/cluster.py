@@ -122,7 +122,8 @@ def runner_command(arguments: list[str], cluster: Cluster, slots: Slots, config:
     command += [f"--exclude={cluster.exclude}"] * bool(cluster.exclude)
     extra = cluster.launcher_args
     if cluster.launcher == "pdsh":
-        command += [f"--master_addr={cluster.address.strip('[]')}"] * bool(cluster.address)
+        if cluster.address:  # DeepSpeed asks the first host otherwise
+            command.append(f"--master_addr={meeting(cluster, slots)}")
         arguments = [shell_word(argument) for argument in arguments]
     else:
         command += [f"--master_addr={meeting(cluster, slots)}", "--no_ssh_check"]

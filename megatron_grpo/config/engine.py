@@ -102,7 +102,10 @@ def _governed(config: Config) -> list[tuple[tuple[str, ...], Any, str]]:
     """Keys of the DeepSpeed file that the config decides: (path, value, where the value comes from)."""
     optim, rows, data = config.optim, config.rows_per_minibatch, config.parallel.data
     half = config.model.dtype == "bfloat16"
-    geometry = f"grpo and parallel give {rows} sequences a tick to each of {data} data-parallel ranks"
+    geometry = (
+        f"grpo and parallel give train_batch_size {rows * data} = {rows} a tick and rank "
+        f"(train_micro_batch_size_per_gpu) x 1 (gradient_accumulation_steps) x {data} data-parallel ranks"
+    )
     schedule = "Megatron's schedule accumulates micro-batches"
     adam = ("optimizer", "params")
     return [

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -23,6 +24,8 @@ from megatron_grpo.plan.sums import gradient_payload, tensor_row
 from megatron_grpo.plan.traffic import basis_bytes, training_passes
 from megatron_grpo.plan.zero import read_engine
 from tests.unit.test_config import home
+from tools.bench.fit import least_squares
+from tools.bench.scaling import HIDDEN, PIPELINES, Point, contradictions, crossover
 
 __all__ = ["home"]
 
@@ -300,3 +303,43 @@ def test_compressed_tensor_and_data_links_by_hand() -> None:
     assert (fast.kind, old.kind) == ("fast", "old log-probs")
     assert gradient_payload(config, size, engine, fast) == 4 * 4500
     assert gradient_payload(load_config(EXAMPLE), size, engine, fast) == 4 * 40_500
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_2_and_3_with_stages_are_a_way_that_is_tested(home: Path, stage: int) -> None:
+    """Case D8: DeepSpeed's own pipeline refuses them; ``tests/ranks/test_zero.py`` runs them, and the plan says how."""
+    file = ROOT / f"deepspeed_configs/zero{stage}.json"
+    arguments = ["plan", str(home / "run.yaml"), f"deepspeed.config={file}", "parallel.data=2"]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
+    assert result.exit_code == 0
+    assert f"stage {stage} over 2 data-parallel ranks of each stage, whose gradients are reduced after" in result.output
+
+
+def point(rate: float, dense: float, coded: float = 100.0) -> Point:
+    return Point(2, 1024, rate, dense, coded, 1000.0, 50.0)
+
+
+def test_crossovers_by_hand() -> None:
+    """Where dense takes 1 / 0.9 times as long: half way, on logarithms, between gains of it squared and of nothing."""
+    square = 100 / 0.9**2
+    assert crossover([point(1e6, 500), point(1e7, square), point(1e9, 100)]) == pytest.approx(1e8)
+    assert crossover([point(1e6, 500), point(1e7, 400)]) is None
+
+
+def test_contradictions_are_named() -> None:
+    points = [point(1e6, 500.0), point(1e7, 400.0)]
+    rising = {(p, h): 1e9 * p / h for p in PIPELINES for h in HIDDEN}
+    assert contradictions({(2, 1024): points}, rising) == []
+    slower, dearer = [points[1], points[0]], [replace(points[0], coded_bytes=1001.0)]
+    assert "takes longer" in contradictions({(2, 1024): slower}, rising)[0]
+    assert "sends more" in contradictions({(2, 1024): dearer}, rising)[0]
+    assert len(contradictions({}, rising | {(4, 4096): None})) == 2  # of four stages, and of hidden 4096
+
+
+def test_a_fit_never_takes_less_than_no_time() -> None:
+    """y = 2a + 3b exactly; then b alone, where the best a would be negative: b = (1 x 1 + 2 x 2) / (1 + 4)."""
+    table = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 0.0]])
+    assert least_squares(table, np.array([5.0, 8.0, 2.0])) == pytest.approx([2, 3])
+    assert least_squares(np.array([[1.0, 1.0], [1.0, 2.0], [9.0, 0.0]]), np.array([1.0, 2.0, -1.0])) == pytest.approx(
+        [0, 1]
+    )

@@ -36,6 +36,7 @@ class LinkLoad:
 
 def link_loads(
     config: Config,
+    *,
     shape: ModelShape,
     sizes: list[StageSize],
     lengths: Lengths,

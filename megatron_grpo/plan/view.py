@@ -51,7 +51,9 @@ def outline_tables(config: Config) -> list[Table]:
 
 def plan_tables(plan: Plan) -> list[Table]:
     """What follows from a config without errors: who is where, bytes, memory, time."""
-    return [_map(plan), _links(plan), _bytes(plan), _memory(plan), _time(plan)]
+    links = [_links(plan)] if plan.links else []
+    crossing = [_bytes(plan)] if any(plan.time.bytes.values()) else []
+    return [_map(plan), *links, *crossing, _memory(plan), _time(plan)]
 
 
 def size_text(size: float) -> str:
@@ -198,10 +200,13 @@ def _span(ranks: range) -> str:
 
 def _links(plan: Plan) -> Table:
     rows = [
-        (load.name, load.where, rate_text(load.line), load.carries, size_text(load.bytes), time_text(load.seconds))
-        for load in plan.links
+        (
+            *(load.name, load.where, rate_text(load.line), load.carries),
+            *(size_text(load.bytes), time_text(load.seconds), size_text(dense.bytes)),
+        )
+        for load, dense in zip(plan.links, plan.dense_links, strict=True)
     ]
-    return _grid("Links", ("link", "where", "rate", "carries", "bytes a tick", "alone"), rows)
+    return _grid("Links", ("link", "where", "rate", "carries", "bytes a tick", "alone", "dense"), rows)
 
 
 def _bytes(plan: Plan) -> Table:

@@ -24,7 +24,7 @@ class Plan:
 
     Attributes:
         parameters: of the whole model.
-        links, time: of this config; ``dense_links`` and ``dense`` of the same with plain bfloat16 boundaries, no anchor.
+        links, time: of this config; ``dense_links`` and ``dense`` of the same with bfloat16 boundaries, no anchor.
         by_codec: bytes of a step that samples through the codec, where ``rollout.path`` leaves it open.
     """
 
@@ -34,7 +34,6 @@ class Plan:
     sizes: list[StageSize]
     engine: Engine
     placement: Placement
-    rates: Rates
     device: Device
     lengths: Lengths
     memory: list[StageMemory]
@@ -118,7 +117,6 @@ def build_plan(config: Config, hosts: Sequence[Host], rates: Rates, device: Devi
         sizes=sizes,
         engine=engine,
         placement=placement,
-        rates=rates,
         device=device,
         lengths=lengths,
         memory=stage_memory(config, shape),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 
 from megatron_grpo.config import Config, ConfigError
-from megatron_grpo.launch.hosts import Host
+from megatron_grpo.launch.hosts import Host, rank_hosts, select
 from megatron_grpo.parallel.placement import check_tensor_hosts
 
 FRAME = 1514 / 1448
@@ -151,7 +151,7 @@ def placement_of(config: Config, hosts: Sequence[Host] = ()) -> Placement:
         ConfigError: the hosts have too few slots, or a tensor-parallel group would straddle two of them.
     """
     parallel = config.parallel
-    names = [host.name for host in hosts for _ in range(host.slots)]
+    names = rank_hosts(select(hosts))
     if hosts and len(names) < config.world_size:
         raise ConfigError(
             f"--hostfile: {len(hosts)} hosts have {len(names)} slots and the config needs {config.world_size} ranks; "

@@ -41,6 +41,7 @@ class Device:
         host_byte_s: of the host's memory, for an optimizer that was moved there.
         overhead_s: a layer and micro-batch of a training forward, whatever its size; twice as much backward.
         decode_overhead_s: a layer and micro-batch of a sampled column.
+        pass_overhead_s: a training pass with gradients, for what the engine does after it.
     """
 
     flop_s: float
@@ -48,6 +49,7 @@ class Device:
     host_byte_s: float = inf
     overhead_s: float = 0.0
     decode_overhead_s: float = 0.0
+    pass_overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def predict(
     latency_s: float,
     overhead_s: float = 0.0,
     decode_overhead_s: float | None = None,
+    pass_overhead_s: float = 0.0,
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
     longest_response: float | None = None,
@@ -105,7 +108,7 @@ def predict(
         link_bit_s: of each link, frames included.
         device_flop_s: of a rank, as reached.
         latency_s: until a message begins to arrive.
-        overhead_s, decode_overhead_s: see :class:`Device`; the second is the first where it is left out.
+        overhead_s, decode_overhead_s, pass_overhead_s: see :class:`Device`; left out, the second is the first.
         prompt_tokens, response_tokens: means; the longest allowed where they are left out.
         longest_response: of a batch, which is how many columns are sampled; ``rollout.max_response`` by default.
 
@@ -115,7 +118,7 @@ def predict(
     most = longest_lengths(config)
     lengths = Lengths(prompt_tokens or most.prompt, response_tokens or most.response, longest_response or most.longest)
     decode = overhead_s if decode_overhead_s is None else decode_overhead_s
-    device = Device(device_flop_s, overhead_s=overhead_s, decode_overhead_s=decode)
+    device = Device(device_flop_s, overhead_s=overhead_s, decode_overhead_s=decode, pass_overhead_s=pass_overhead_s)
     line = Line(link_bit_s, latency_s)
     network = Network((line,) * (config.pipeline_ranks - 1), embedding=line)
     return step_time(config, read_shape(config), lengths, network, device)
@@ -166,7 +169,8 @@ class _Step:
         )
         again = config.model.recompute
         rows = config.train.micro_batch * lengths.rows
-        return pass_seconds(
+        after = self._device.pass_overhead_s if part.backward is not None else 0.0
+        return after + pass_seconds(
             StageTimes(
                 forward=[f + s for f, s in zip(forward, summed, strict=True)],
                 backward=[

@@ -238,8 +238,10 @@ def test_prediction_takes_measured_lengths_and_devices() -> None:
     shape = read_shape(config)
     (size,) = stage_sizes(shape, pipeline=1, tensor=1)
     assert step.fast == pytest.approx(2 * 2 * 3 * size.flops(32 * 29, 29) / 1e9)
-    slower = predict(config, device_flop_s=1e9, longest_response=10, overhead_s=0.5, decode_overhead_s=0.25, **given)
-    assert slower.fast - step.fast == pytest.approx(2 * 2 * 3 * 4 * 0.5)
+    overheads = {"overhead_s": 0.5, "decode_overhead_s": 0.25, "pass_overhead_s": 0.125}
+    slower = predict(config, device_flop_s=1e9, longest_response=10, **overheads, **given)
+    assert slower.fast - step.fast == pytest.approx(2 * 2 * 3 * 4 * 0.5 + 2 * 0.125)
+    assert slower.old_logprobs - step.old_logprobs == pytest.approx(2 * 4 * 0.5)
     assert slower.rollout - step.rollout == pytest.approx(10 * 4 * 0.25)
     assert step.total == pytest.approx(step.compute)
 

@@ -1,8 +1,8 @@
 """The plan's step time against measured steps: a device is fitted on some small runs and others are predicted.
 
-``python tools/bench/step.py --fit`` runs it. Four numbers are fitted, none of which the config knows: operations a
-second, seconds a layer and micro-batch in training and in sampling, seconds a message. Every response has the same
-length, so that what is compared is the model of time alone.
+``python tools/bench/step.py --fit`` runs it. Five numbers are fitted, none of which the config knows: operations a
+second, seconds a layer and micro-batch in training and in sampling, seconds a pass, seconds a message. Every response
+has the same length, so that what is compared is the model of time alone.
 """
 
 import statistics
@@ -26,10 +26,10 @@ COMMON = ["anchor.cadence=1", "anchor.delay=0", "rollout.max_response=6"]
 """An anchor in every tick, and an end that every response reaches before its own."""
 FITTED = {
     "one stage": ["parallel.pipeline=1", "boundary.codec=identity"],
+    "two stages": [],
     "two stages, micro-batches of 8": ["train.micro_batch=8"],
 }
 PREDICTED = {
-    "two stages": [],
     "two stages, micro-batches of 16": ["train.micro_batch=16"],
     "two stages, half the batch": ["grpo.prompts_per_step=8"],
     "two stages, responses of 3": ["rollout.max_response=3"],
@@ -38,11 +38,12 @@ PREDICTED = {
 PARTS = {"rollout": "time/rollout", "train": "time/train", "anchor": "time/anchor"}
 GOAL = 0.15
 STEPS, ROUNDS = 12, 2
-NOTHING = {"device_flop_s": 1e30, "overhead_s": 0.0, "decode_overhead_s": 0.0, "latency_s": 0.0}
+NOTHING = {"device_flop_s": 1e30, "overhead_s": 0.0, "decode_overhead_s": 0.0, "pass_overhead_s": 0.0, "latency_s": 0.0}
 UNITS = {
     "seconds_per_flop": {"device_flop_s": 1.0},
     "overhead_s": {"overhead_s": 1.0},
     "decode_overhead_s": {"decode_overhead_s": 1.0},
+    "pass_overhead_s": {"pass_overhead_s": 1.0},
     "latency_s": {"latency_s": 1.0},
 }
 """What is fitted, each as a prediction in which it alone takes time: steps are sums of them, but for who waits."""

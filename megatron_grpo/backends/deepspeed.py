@@ -108,6 +108,33 @@ def deepspeed_runtime(groups: ParallelGroups) -> Iterator[None]:
         yield
 
 
+def cut_at_once(groups: ParallelGroups, settings: dict[str, Any]) -> Callable[[torch.nn.Parameter], None]:
+    """What ZeRO 3 does to a parameter, to be called as soon as it has its values: no rank ever holds its stage whole.
+
+    What it returns is collective over the data-parallel group, whose first rank's values count; below ZeRO 3 it does
+    nothing. Call inside :func:`deepspeed_runtime`.
+
+    The parameters are converted by ``zero.Init``, one after another, but the module is not built in its context: that
+    makes RoPE's frequencies as short as the weights are, and Megatron writes to a tied head after it is cut.
+    """
+    if settings["zero_optimization"]["stage"] < 3:
+        return lambda parameter: None
+    deepspeed.init_distributed(dist_init_required=False)
+    dtype = torch.bfloat16 if settings["bf16"]["enabled"] else torch.float32
+    cut: list[torch.nn.Parameter] = []
+
+    def convert(parameter: torch.nn.Parameter) -> None:
+        parameter.data = parameter.data.to(dtype)  # as the engine does with whole ones
+        if cut:
+            cut[0].convert_to_zero_parameters([parameter])
+        else:
+            one = torch.nn.ParameterList([parameter])
+            deepspeed.zero.Init(one, data_parallel_group=groups.data, config_dict_or_path=settings, mpu=Mpu(groups))
+        cut.append(parameter)
+
+    return convert
+
+
 def _backend_module() -> ModuleType:
     """``deepspeed.comm.torch``, which as an attribute is hidden by the torch that its package imports."""
     return import_module("deepspeed.comm.torch")

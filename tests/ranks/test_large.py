@@ -1,0 +1,116 @@
+"""What keeps a large model small on a rank: cut as it is built, gathered layer by layer, offloaded to the host."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_grpo.backends.deepspeed import cut_at_once, deepspeed_runtime
+from megatron_grpo.backends.huggingface import load_hf_config
+from megatron_grpo.backends.megatron.cpu import megatron_runtime
+from megatron_grpo.backends.megatron.model import build_stage, stage_layers
+from megatron_grpo.config import deepspeed_settings
+from megatron_grpo.conversion.families import model_shape
+from megatron_grpo.conversion.files import stage_weights
+from megatron_grpo.conversion.reader import hf_source
+from megatron_grpo.parallel.groups import Layout, build_groups
+from tests.harness import run_ranks
+from tests.ranks.support import config, policy_of, write_model
+
+CPU = torch.device("cpu")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations inside have made and that are still alive, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **kwargs)
+        for made in tree_leaves(out):
+            if isinstance(made, torch.Tensor) and made.device.type != "meta":
+                self._see(made.untyped_storage(), given)
+        return out
+
+    def _see(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+        if storage._cdata not in self._known | given:
+            self._known.add(storage._cdata)
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("deep"), "qwen2", tied=True, layers=24))
+
+
+def build(rank: int, world: int, model: str, zero: int) -> tuple[int, int, int, int]:
+    """Bytes alive at the most and at the end of building a stage; of the whole stage; of its largest parameter."""
+    cfg = config(Path(model), Layout(pipeline=2, data=2), zero)
+    settings, groups = deepspeed_settings(cfg), build_groups(Layout(pipeline=2, data=2), 60.0)
+    shape = model_shape(load_hf_config(Path(model)))
+    with megatron_runtime(CPU), deepspeed_runtime(groups), hf_source(Path(model), shape) as source:
+        with LiveBytes() as seen:
+            stage = build_stage(
+                source,
+                shape,
+                groups,
+                split=(12, 12),
+                dtype=torch.float32,
+                recompute=False,
+                device=CPU,
+                settle=cut_at_once(groups, settings),
+            )
+        layers = stage_layers((12, 12), groups.at.pipeline)
+        places = {"first": groups.is_first_stage, "last": groups.is_last_stage}
+        options = {**places, "tensor_rank": 0, "tensor_size": 1, "dtype": torch.float32}
+        sizes = {name: x.nbytes for name, x in stage_weights(source, shape, layers, **options)}
+    assert sizes.keys() == {name for name, _ in stage.module.named_parameters()}
+    return seen.peak, seen.live, sum(sizes.values()), max(sizes.values())
+
+
+def test_at_zero_3_no_rank_ever_holds_its_stage(deep: str) -> None:
+    """The most that is alive while a stage is built: a replica's share, and two copies of the parameter in work."""
+    for peak, live, stage, largest in run_ranks(build, 4, deep, 3):
+        assert stage > 20 * largest
+        assert live == pytest.approx(stage / 2, rel=0.01)
+        assert peak <= live + 2 * largest
+    for peak, _, stage, _ in run_ranks(build, 4, deep, 1):
+        assert peak > stage
+
+
+def differing(rank: int, world: int, model: str, zero: int, dtype: str) -> list[str]:
+    """Parameters of this rank's stage that are not, bit for bit, what the checkpoint holds."""
+    cfg = config(Path(model), Layout(pipeline=2, data=2), zero, model={"dtype": dtype})
+    with policy_of(cfg) as policy, hf_source(Path(model), policy.shape) as source:
+        groups = policy.groups
+        places = {"first": groups.is_first_stage, "last": groups.is_last_stage}
+        options = {**places, "tensor_rank": 0, "tensor_size": 1, "dtype": getattr(torch, dtype)}
+        with policy.engine.whole_parameters():
+            mine = {name: x.detach().clone() for name, x in policy.stage.module.named_parameters()}
+        wanted = dict(stage_weights(source, policy.shape, policy.stage.layers, **options))
+        assert mine.keys() == wanted.keys()
+        frequencies = policy.stage.module.rotary_pos_emb.inv_freq
+        return [name for name, x in mine.items() if not torch.equal(x, wanted[name])] + (
+            [] if frequencies.dtype == torch.float32 else ["rotary frequencies"]
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_cut_at_once_is_the_checkpoint(deep: str, dtype: str) -> None:
+    """The tied head of the last stage too; and RoPE's frequencies are as exact as ever."""
+    assert run_ranks(differing, 4, deep, 3, dtype) == [[]] * 4

@@ -1,7 +1,7 @@
 """Configuration: sections, loading, checks, DeepSpeed settings. Imports neither torch nor an engine."""
 
 from .checks import check_config
-from .engine import deepspeed_settings
+from .engine import deepspeed_settings, offloads
 from .errors import ConfigError
 from .loading import load_config, write_resolved
 from .problems import DataConfig, RewardConfig, SourceConfig, reward_name
@@ -51,6 +51,7 @@ __all__ = [
     "deepspeed_settings",
     "layer_split",
     "load_config",
+    "offloads",
     "reward_name",
     "write_resolved",
 ]

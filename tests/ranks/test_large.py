@@ -1,5 +1,6 @@
 """What keeps a large model small on a rank: cut as it is built, gathered layer by layer, offloaded to the host."""
 
+import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from megatron_grpo.config import deepspeed_settings
 from megatron_grpo.conversion.families import model_shape
 from megatron_grpo.conversion.files import stage_weights
 from megatron_grpo.conversion.reader import hf_source
+from megatron_grpo.ops.host import HostShards
 from megatron_grpo.parallel.groups import Layout, build_groups
 from tests.harness import run_ranks
-from tests.ranks.support import config, policy_of, write_model
+from tests.ranks.support import ROOT, config, minibatch, policy_of, replay_of, runner_of, weights_of, write_model
 
 CPU = torch.device("cpu")
 
@@ -114,3 +116,59 @@ def differing(rank: int, world: int, model: str, zero: int, dtype: str) -> list[
 def test_what_is_cut_at_once_is_the_checkpoint(deep: str, dtype: str) -> None:
     """The tied head of the last stage too; and RoPE's frequencies are as exact as ever."""
     assert run_ranks(differing, 4, deep, 3, dtype) == [[]] * 4
+
+
+ANCHORED: dict[str, dict[str, Any]] = {
+    "boundary": {"codec": "lowrank", "rank": 8, "payload": "float32"},
+    "anchor": {"enabled": True, "cadence": 2, "delay": 2, "beta": 0.5},
+    "merger": {"kind": "delayed_ef", "gate": "agreement"},
+    "optim": {"lr": 1e-3, "clip": 0.5},
+}
+HOST: dict[str, Any] = {"anchor": ANCHORED["anchor"] | {"place": "cpu"}}
+TICKS = 6
+
+
+def ticks_of(policy: Any, steps: Any, ticks: range) -> list[dict[str, float]]:
+    values = []
+    for tick in ticks:
+        policy.boundaries.commit()
+        values.append(steps.ticks.run(tick, replay_of(minibatch(seed=tick), policy), uncompressed=False).values)
+    return values
+
+
+def train(rank: int, world: int, model: str, zero: int, sections: dict[str, Any]) -> Any:
+    """Six ticks with an anchor: what they report, the weights after them, and which kind of list M is."""
+    cfg = config(Path(model), Layout(data=2), zero, **(ANCHORED | sections))
+    with policy_of(cfg) as policy:
+        steps = runner_of(cfg, policy)
+        values = ticks_of(policy, steps, range(TICKS))
+        return values, weights_of(policy), type(steps.ticks._memory.m)
+
+
+def settings_file(folder: Path, **zero: Any) -> dict[str, Any]:
+    """A DeepSpeed file with that ``zero_optimization``, as a section of the config."""
+    settings = json.loads((ROOT / "deepspeed_configs/zero1.json").read_text())
+    (folder / "settings.json").write_text(json.dumps(settings | {"zero_optimization": zero}))
+    return {"deepspeed": {"config": str(folder / "settings.json")}}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("small")))
+
+
+ON_HOST = {"device": "cpu", "pin_memory": True}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_offload_changes_no_bit(small: str, zero: int, tmp_path: Path) -> None:
+    """Optimizer, M, what it is made of and snapshots in host memory: every gradient and weight is as it was."""
+    options: dict[str, Any] = {"offload_param": ON_HOST} if zero == 3 else {}
+    file = settings_file(tmp_path, stage=zero, offload_optimizer=ON_HOST, **options)
+    plain = run_ranks(train, 2, small, zero, {}, timeout_s=120.0)
+    hosted = run_ranks(train, 2, small, zero, HOST | file, timeout_s=120.0)
+    for (values, weights, kind), (other, others, hosted_kind) in zip(plain, hosted, strict=True):
+        assert [row["anchor/fired"] for row in values] == [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+        assert values == other
+        assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+        assert (kind, hosted_kind) == (list, HostShards)

@@ -407,6 +407,10 @@ class PolicyEngine:
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return ((self._names[parameter], parameter) for parameter in self._parameters)
 
+    def whole_bytes(self) -> int:
+        """Of the stage's weights on this tensor rank, were they whole."""
+        return sum(getattr(x, "ds_numel", x.numel()) * x.itemsize for x in self._parameters)
+
     @contextmanager
     def whole_parameters(self, *some: torch.nn.Parameter) -> Iterator[None]:
         """Inside the block these parameters, or all, are whole on every rank. Collective: the data-parallel group."""

@@ -2,8 +2,12 @@
 
 import json
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,8 +24,12 @@ from megatron_grpo.conversion.files import stage_weights
 from megatron_grpo.conversion.reader import hf_source
 from megatron_grpo.ops.host import HostShards
 from megatron_grpo.parallel.groups import Layout, build_groups
+from megatron_grpo.rollout.batch import Batch
+from megatron_grpo.rollout.sampler import SamplingRule
+from megatron_grpo.training.gathering import weights_for_sampling
+from megatron_grpo.training.policy import Policy
 from tests.harness import run_ranks
-from tests.ranks.support import ROOT, config, minibatch, policy_of, replay_of, runner_of, weights_of, write_model
+from tests.ranks.support import ROOT, VOCAB, config, minibatch, policy_of, replay_of, runner_of, weights_of, write_model
 
 CPU = torch.device("cpu")
 
@@ -172,3 +180,84 @@ def test_offload_changes_no_bit(small: str, zero: int, tmp_path: Path) -> None:
         assert values == other
         assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
         assert (kind, hosted_kind) == (list, HostShards)
+
+
+WORDS = [[5, 9, 33], [7], [12, 3, 44, 58, 6, 21, 30, 8], [40, 41]]
+# A third of the vocabulary ends a sequence, so that lengths differ.
+DRAWN = SamplingRule(
+    temperature=1.3,
+    top_k=0,
+    top_p=1.0,
+    max_response=8,
+    valid=VOCAB,
+    end_ids=frozenset(range(2, VOCAB, 3)),
+    pad_id=0,
+    seed=5,
+)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """``gathers``: how often weights were made whole; ``peak``: the most bytes alive of what sampling made."""
+
+    batch: Batch
+    gathers: int
+    peak: int
+
+
+def sample(policy: Policy, mode: Any, prompts: list[list[int]], rule: SamplingRule) -> Sampled:
+    """One batch of this replica, in the way that ``rollout.gather`` says."""
+    gathers = 0
+    whole_parameters = policy.engine.whole_parameters
+
+    @contextmanager
+    def counted(*some: torch.nn.Parameter) -> Iterator[None]:
+        nonlocal gathers
+        gathers += 1
+        with whole_parameters(*some):
+            yield
+
+    rows = torch.arange(len(prompts)) + len(prompts) * policy.groups.at.data
+    with patch.object(policy.engine, "whole_parameters", counted), LiveBytes() as seen:
+        with weights_for_sampling(policy, mode, sequences=len(prompts), columns=16):
+            batch = policy.sampler.sample(prompts, rows, rule)
+        policy.lean.close()
+    return Sampled(batch, gathers, seen.peak)
+
+
+def in_each_mode(rank: int, world: int, model: str, layout: Layout) -> tuple[list[Sampled], int]:
+    """Sampled in every mode; and the bytes of the whole stage."""
+    with policy_of(config(Path(model), layout, 3)) as policy:
+        prompts = WORDS[policy.groups.at.data :]
+        return [sample(policy, mode, prompts, DRAWN) for mode in ("once", "layer", "auto")], policy.engine.whole_bytes()
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2), Layout(pipeline=2, data=2)], ids=["dp2", "pp2dp2"])
+def test_gathering_by_layer_samples_the_same(deep: str, layout: Layout) -> None:
+    """Bit for bit, though replicas end at different times; and no more than a few layers are whole at a time."""
+    results = run_ranks(in_each_mode, layout.world_size, deep, layout)
+    for (once, layer, auto), whole in results:
+        for part in ("tokens_BS", "response_lengths_B", "sampler_logp_BR"):
+            assert torch.equal(getattr(once.batch, part), getattr(layer.batch, part)), part
+        assert once.gathers == 1 and layer.gathers > 24
+        assert auto.gathers == 1, "a toy fits into half of any memory"
+        assert once.peak > whole > 2 * layer.peak
+    lengths = [sampled.batch.response_lengths_B.max() for (sampled, *_), _ in results]
+    assert len(set(lengths)) > 1
+
+
+def of_two_and_five(rank: int, world: int, model: str) -> tuple[int, float]:
+    """Case G1: the length of this replica's one response, and how often all its layers were gathered."""
+    with policy_of(config(Path(model), Layout(data=2), 3)) as policy:
+        free = sample(policy, "once", [[7, 9]], replace(DRAWN, end_ids=frozenset()))
+        ids = free.batch.responses_BR[0].tolist()
+        last = (1, 4)[rank]
+        assert len(ids) == 8 and ids[last] not in ids[:last]
+        ended = sample(policy, "layer", [[7, 9]], replace(DRAWN, end_ids=frozenset({ids[last]})))
+        portions = len(list(policy.lean._portions()))
+        return int(ended.batch.response_lengths_B), ended.gathers / portions
+
+
+def test_replicas_that_end_early_gather_along(small: str) -> None:
+    """Case G1: ends at the second and the fifth token of at most eight; all layers are gathered five times on both."""
+    assert run_ranks(of_two_and_five, 2, small) == [(2, 5.0), (5, 5.0)]

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +20,7 @@ from megatron_grpo.backends.huggingface import load_hf_config
 from megatron_grpo.backends.megatron.cpu import megatron_runtime
 from megatron_grpo.backends.megatron.model import build_stage, stage_layers
 from megatron_grpo.config import deepspeed_settings
+from megatron_grpo.conversion.convert import Wish, convert
 from megatron_grpo.conversion.families import model_shape
 from megatron_grpo.conversion.files import stage_weights
 from megatron_grpo.conversion.reader import hf_source
@@ -26,8 +28,11 @@ from megatron_grpo.ops.host import HostShards
 from megatron_grpo.parallel.groups import Layout, build_groups
 from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.rollout.sampler import SamplingRule
+from megatron_grpo.training.checkpoint import load_checkpoint, load_universal, save_checkpoint
+from megatron_grpo.training.files import CheckpointFolder
 from megatron_grpo.training.gathering import weights_for_sampling
 from megatron_grpo.training.policy import Policy
+from megatron_grpo.training.resume import Progress
 from tests.harness import run_ranks
 from tests.ranks.support import ROOT, VOCAB, config, minibatch, policy_of, replay_of, runner_of, weights_of, write_model
 
@@ -261,3 +266,60 @@ def of_two_and_five(rank: int, world: int, model: str) -> tuple[int, float]:
 def test_replicas_that_end_early_gather_along(small: str) -> None:
     """Case G1: ends at the second and the fifth token of at most eight; all layers are gathered five times on both."""
     assert run_ranks(of_two_and_five, 2, small) == [(2, 5.0), (5, 5.0)]
+
+
+def go_on(rank: int, world: int, model: str, zero: int, root: str, sections: dict[str, Any]) -> Any:
+    """Four ticks, a checkpoint, two more; then the same two from the checkpoint in a fresh policy."""
+    cfg = config(Path(model), Layout(data=2), zero, **(ANCHORED | sections))
+    folder = CheckpointFolder(Path(root), 1)
+    with policy_of(cfg) as policy:
+        steps = runner_of(cfg, policy)
+        ticks_of(policy, steps, range(4))
+        save_checkpoint(cfg, folder, policy, steps, Progress(4, {}))
+        went_on = ticks_of(policy, steps, range(4, TICKS)), weights_of(policy)
+    with policy_of(cfg) as policy:
+        steps = runner_of(cfg, policy)
+        [checkpoint] = Path(root).glob("tick*")
+        load_checkpoint(checkpoint, policy, steps)
+        resumed = ticks_of(policy, steps, range(4, TICKS)), weights_of(policy)
+        return went_on, resumed, type(steps.ticks._memory.m)
+
+
+def from_universal(rank: int, world: int, model: str, universal: str, sections: dict[str, Any]) -> Any:
+    """Two ticks from a universal checkpoint, and the weights after them."""
+    cfg = config(Path(model), Layout(data=2), 1, **(ANCHORED | sections))
+    with policy_of(cfg) as policy:
+        steps = runner_of(cfg, policy)
+        dropped = load_universal(cfg, Path(universal), policy, steps)
+        return ticks_of(policy, steps, range(4, TICKS)), weights_of(policy), dropped
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_an_offloaded_run_goes_on_from_its_checkpoint(small: str, zero: int, tmp_path: Path) -> None:
+    """Bit for bit from its own files, and from what they are converted to without offload, and with it."""
+    hosted = HOST | settings_file(tmp_path, stage=zero, offload_optimizer=ON_HOST)
+    root, universal = tmp_path / "run", tmp_path / "universal"
+    results = run_ranks(go_on, 2, small, zero, str(root), hosted, timeout_s=120.0)
+    [(values, weights), resumed, kind] = results[0]
+    assert kind is HostShards and values == resumed[0] and values[0]["anchor/fired"] == 1.0
+    [checkpoint] = root.glob("tick*")
+    convert(checkpoint, universal, Wish(to="deepspeed-universal"), note=lambda _: None, progress=lambda *_: None)
+    plain = {"deepspeed": {"config": str(ROOT / f"deepspeed_configs/zero{zero}.json")}}
+    for sections in (plain, hosted):
+        again, others, dropped = run_ranks(from_universal, 2, small, str(universal), sections, timeout_s=120.0)[0]
+        assert (again, dropped) == (values, [])
+        for name in weights:
+            assert torch.equal(weights[name], resumed[1][name]) and torch.equal(weights[name], others[name]), name
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero3_offload", "zero2", "zero1_bf16"])
+def test_every_shipped_file_of_large_runs_trains(small: str, name: str, tmp_path: Path) -> None:
+    """Ticks of two replicas in the format that the file is for: finite norms, and weights that moved alike on both."""
+    dtype = "bfloat16" if name == "zero1_bf16" else "float32"
+    file = {"deepspeed": {"config": str(ROOT / f"deepspeed_configs/{name}.json")}, "model": {"dtype": dtype}}
+    first, second = run_ranks(train, 2, small, 1, file, timeout_s=120.0)
+    assert all(0 < row["policy/grad_norm"] < float("inf") and row["train/skipped"] == 0 for row in first[0])
+    start = {name: x.to(getattr(torch, dtype)) for name, x in load_file(Path(small) / "model.safetensors").items()}
+    for key, weight in first[1].items():
+        assert weight.dtype == getattr(torch, dtype)
+        assert torch.equal(weight, second[1][key]) and not torch.equal(weight, start[key]), key

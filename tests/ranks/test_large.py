@@ -173,13 +173,23 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 ON_HOST = {"device": "cpu", "pin_memory": True}
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_offload_changes_no_bit(small: str, zero: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("zero", "dtype"),
+    [
+        (1, "float32"),
+        (2, "float32"),
+        (3, "float32"),
+        pytest.param(2, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(3, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_offload_changes_no_bit(small: str, zero: int, dtype: str, tmp_path: Path) -> None:
     """Optimizer, M, what it is made of and snapshots in host memory: every gradient and weight is as it was."""
     options: dict[str, Any] = {"offload_param": ON_HOST} if zero == 3 else {}
     file = settings_file(tmp_path, stage=zero, offload_optimizer=ON_HOST, **options)
-    plain = run_ranks(train, 2, small, zero, {}, timeout_s=120.0)
-    hosted = run_ranks(train, 2, small, zero, HOST | file, timeout_s=120.0)
+    model = {"model": {"dtype": dtype}}
+    plain = run_ranks(train, 2, small, zero, model, timeout_s=120.0)
+    hosted = run_ranks(train, 2, small, zero, model | HOST | file, timeout_s=120.0)
     for (values, weights, kind), (other, others, hosted_kind) in zip(plain, hosted, strict=True):
         assert [row["anchor/fired"] for row in values] == [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
         assert values == other

@@ -370,6 +370,7 @@ def test_a_combination_that_cannot_work_is_named(home: Path, override: str, line
             ["boundary.shared_basis=true", "boundary.codec=lowrank", "boundary.payload=int8"],
             "boundary.shared_basis=true: packed payloads fit",
         ),
+        (["rollout.gather=layer"], "rollout.gather=layer: does nothing below ZeRO 3, and deepspeed.config="),
         (
             ["anchor.enabled=true", "merger.packed_signs=true"],
             "merger.packed_signs=true: with anchor.beta=0.5 M is a running mean",
@@ -611,6 +612,26 @@ def test_a_batch_is_sampled_in_as_many_micro_batches_as_are_in_flight_or_more(ho
         ({"fp16": {"enabled": True}}, "fp16.enabled is True"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "scheduler is set"),
         ({"zero_optimization": {"stage": 4}}, "stage is 4; use 0, 1, 2 or 3"),
+        (
+            {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer needs ZeRO 1 or more and the stage is 0; remove it or raise the stage",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param needs ZeRO 3 or more and the stage is 2",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+            'zero_optimization.offload_param.device is nvme but only host memory is used; set it to "cpu" or "none"',
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}},
+            "zero_optimization.offload_optimizer.ratio is 0.4 but all of it is offloaded here; set it to 1.0",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+            'zero_optimization.cpu_offload is an old name; write offload_optimizer: {"device": "cpu"}',
+        ),
     ],
 )
 def test_a_deepspeed_file_that_contradicts_the_config_is_refused(

@@ -130,7 +130,7 @@ def largest_stage(config: Config) -> Shards:
                 tensor_size=config.parallel.tensor,
                 dtype=torch.float32,
             )
-            stages.append([torch.randn_like(weight) for weight in weights.values()])
+            stages.append([torch.randn_like(weight) for _, weight in weights])
     return max(stages, key=lambda shards: sum(shard.numel() for shard in shards))
 
 

@@ -95,6 +95,13 @@ def plan(config: ConfigPath, overrides: Overrides = None) -> None:
             raise ConfigError("\n".join(errors))
 
 
+ALONE = (
+    *("parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "parallel.reward_stage=false"),
+    *("boundary.links=[pipeline]", "boundary.tensor_rank=null", "boundary.data_rank=null", "boundary.data_warmup=null"),
+)
+"""One process, which has no links."""
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[Path, typer.Argument(metavar="MODEL_DIR|RUN", help="Model directory, or a finished run.")],
@@ -107,8 +114,7 @@ def evaluate(
         chosen = [f"model.path={json.dumps(str(model.absolute()))}"]
         if any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             chosen.append(f"tokenizer.path={json.dumps(str(model.absolute()))}")
-        alone = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "parallel.reward_stage=false"]
-        cfg = _checked(file, [*(overrides or []), *chosen, *alone])
+        cfg = _checked(file, [*(overrides or []), *chosen, *ALONE])
         from megatron_grpo.launch import require_engines
 
         require_engines()

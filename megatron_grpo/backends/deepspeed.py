@@ -22,7 +22,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partitioned_param_coordinator
 
 from megatron_grpo.backends.apex import nvidia_apex_available
+from megatron_grpo.backends.data_link import DataLink
 from megatron_grpo.backends.patching import replaced
+from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import OptimConfig, offloads
 from megatron_grpo.conversion.engine_files import STATES, State
 from megatron_grpo.conversion.fragments import Fragment
@@ -173,6 +175,7 @@ class PolicyEngine:
         settings: DeepSpeed JSON with every "auto" resolved; gradient accumulation 1, clipping off (it is done here,
             over the true global norm).
         tied_copy: the parameter of this stage that is a copy of another stage's (tied embeddings), if any.
+        data_link: averages gradients instead of the engine, where the data link is compressed (ZeRO 0 and 1).
     """
 
     def __init__(
@@ -183,12 +186,15 @@ class PolicyEngine:
         optim: OptimConfig,
         *,
         tied_copy: torch.nn.Parameter | None = None,
+        data_link: DataLink | None = None,
     ) -> None:
         self.module = module
         self.groups = groups
         self.zero_stage: int = settings["zero_optimization"]["stage"]
         self._tied_copy = tied_copy
         self._offloads = offloads(settings, "optimizer")
+        self.data_link = data_link
+        assert data_link is None or self.zero_stage < 2, "config.checks refuses it"
         optimizer = _adamw(module, optim, on_host=self._offloads)
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._by_name: dict[str | None, torch.nn.Parameter] = {name: x for x, name in self._names.items()}
@@ -200,13 +206,22 @@ class PolicyEngine:
         self.engine.checkpoint_mp_rank = groups.at.pipeline * groups.layout.tensor + groups.at.tensor
 
     @contextmanager
-    def accumulating(self, finish: Callable[[], None]) -> Iterator[None]:
+    def accumulating(self, finish: Callable[[], None], plan: Pass) -> Iterator[None]:
         """Backward passes inside the block add up; at its end gradients are averaged over the data-parallel group.
 
         Args:
             finish: called after the last backward and before the reduction, when every parameter's ``.grad`` is whole:
                 sums over other groups belong there.
+            plan: what the passes are for, as the data link asks.
         """
+        if self.data_link is not None:
+            with self._already_averaged():
+                yield
+                finish()
+                gradients = {name: parameter.grad for name, parameter in self._named() if parameter.grad is not None}
+                assert len(gradients) == len(self._parameters), "every parameter has a gradient"
+                self.data_link.average(gradients, plan)
+            return
         if self.zero_stage == 0:
             yield
             finish()
@@ -214,11 +229,30 @@ class PolicyEngine:
                 assert parameter.grad is not None
                 sum_over(parameter.grad, self.groups.data).div_(self.groups.layout.data)
             return
-        with self.engine.coalesce_grad_reduction():
+        with self._reduced_once():
             yield
             finish()
+
+    @contextmanager
+    def _reduced_once(self) -> Iterator[None]:
+        """At the end of the block the engine averages and cuts up what its backward passes have added up."""
+        with self.engine.coalesce_grad_reduction():
+            yield
         if self._offloads:
             get_accelerator().synchronize()  # gradients are on their way to the host
+
+    @contextmanager
+    def _already_averaged(self) -> Iterator[None]:
+        """At the end of the block the engine cuts gradients up as they are: they are averaged inside it.
+
+        ZeRO 1 does both in one go, and its one door to the wire is ``average_tensor``.
+        """
+        if self.zero_stage == 0:
+            yield
+            return
+        nothing = replaced(self.engine.optimizer, "average_tensor", lambda tensor, dtype: None)
+        with nothing, self._reduced_once():
+            yield
 
     def gradients(self) -> Shards:
         """This rank's gradient shards of the tick, in a fixed order; changes in place reach the optimizer."""
@@ -291,6 +325,8 @@ class PolicyEngine:
         else:
             optimizer.micro_step_id = 0
             optimizer._epilogue_ran_this_backward = False
+            # A step would let go of every parameter; the embedding, whose input has no gradient, is still held.
+            optimizer.empty_partition_cache()
 
     def weights(self, *, on_host: bool = False) -> Shards:
         """A copy of the weights as this rank holds them (ZeRO 3: its partition), in host memory if so asked."""

@@ -59,6 +59,15 @@ class Basis(Learner):
         part = power_sketch(x_NH, self.to(x_NH.device).current)
         self._sketch = part if self._sketch is None else self._sketch.add_(part)
 
+    def observe_part(self, part_NH: torch.Tensor, p_Nr: torch.Tensor) -> None:
+        """V += X_i^T P of rows that are a sum of parts, X = sum X_i, where P = X Q is known and X need not be.
+
+        Over the ranks that hold the parts these add up to X^T (X Q): the sketch of :meth:`observe`.
+        """
+        if self._learns:
+            part = part_NH.float().T @ p_Nr.float()
+            self._sketch = part if self._sketch is None else self._sketch.add_(part)
+
     def sums(self) -> list[torch.Tensor]:
         return [] if self._sketch is None else [self._sketch]
 

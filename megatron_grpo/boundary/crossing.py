@@ -12,6 +12,7 @@ import torch
 
 from megatron_grpo.boundary.build import BoundaryCodecs, build_codecs
 from megatron_grpo.boundary.codec import Codec, Encoded, Learner
+from megatron_grpo.boundary.tensor import TensorBases
 from megatron_grpo.config import DIRECTIONS, BoundaryConfig, Direction
 from megatron_grpo.ops.lowrank import error_sums
 from megatron_grpo.ops.rows import Rows, all_rows
@@ -124,10 +125,12 @@ class Boundaries:
     Args:
         crossings: by index; boundary ``i`` joins stage ``i`` to ``i + 1``.
         total: boundaries of the whole pipeline.
+        tensor: the bases of the tensor link of this rank's layers, where that is compressed, too.
     """
 
-    def __init__(self, crossings: dict[int, Crossing], total: int) -> None:
+    def __init__(self, crossings: dict[int, Crossing], total: int, tensor: TensorBases | None = None) -> None:
         self.crossings = crossings
+        self.tensor = tensor
         self._total = total
         self.current = Pass()
 
@@ -148,28 +151,27 @@ class Boundaries:
 
     def commit(self) -> None:
         """Put what is staged to use, on every stage at the same moment."""
-        for crossing in self.crossings.values():
-            for _, learner in crossing.codecs.learners():
-                learner.commit()
+        for _, learner in self._learners():
+            learner.commit()
+
+    def _learners(self) -> list[tuple[Direction, Learner]]:
+        pairs = [pair for crossing in self.crossings.values() for pair in crossing.codecs.learners()]
+        return pairs if self.tensor is None else [*pairs, *self.tensor.all()]
 
     @property
     def learns(self) -> bool:
         """Whether anything is fitted, here or elsewhere: codecs are alike at every boundary."""
-        return any(crossing.codecs.learners() for crossing in self.crossings.values())
+        return bool(self._learners())
 
     @property
     def learns_backward(self) -> bool:
         """Whether gradients are coded by something fitted to them."""
-        return any(way == "backward" for crossing in self.crossings.values() for way, _ in crossing.codecs.learners())
+        return any(way == "backward" for way, _ in self._learners())
 
     @property
     def learns_from_gradients(self) -> bool:
         """Whether forward rows are coded by what their gradients say of them."""
-        return any(
-            way == "forward" and learner.wants_gradients
-            for crossing in self.crossings.values()
-            for way, learner in crossing.codecs.learners()
-        )
+        return any(way == "forward" and learner.wants_gradients for way, learner in self._learners())
 
     def take_errors(self) -> torch.Tensor:
         """fp64 ``[boundaries, 2 directions, 2]`` since the last call, what this rank sent entered: they add up."""
@@ -179,9 +181,12 @@ class Boundaries:
         return table
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(index): crossing.codecs.state_dict() for index, crossing in self.crossings.items()}
+        state: dict[str, Any] = {str(index): crossing.codecs.state_dict() for index, crossing in self.crossings.items()}
+        return state if self.tensor is None else state | {"tensor": self.tensor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.tensor is not None:
+            self.tensor.load_state_dict(state["tensor"])
         for index, crossing in self.crossings.items():
             crossing.codecs.load_state_dict(state[str(index)])
 
@@ -194,12 +199,18 @@ def build_boundaries(
     hidden: int,
     seed: int,
     embedding_VH: torch.Tensor | None = None,
+    layers: range | None = None,
 ) -> Boundaries:
-    """The boundaries of a pipeline of ``stages`` that ``stage`` is an end of; all of them for ``None``."""
+    """The boundaries of a pipeline of ``stages`` that ``stage`` is an end of; all of them for ``None``.
+
+    Args:
+        layers: those of this stage, where the tensor link is compressed.
+    """
     total = stages - 1
     indices = range(total) if stage is None else [index for index in (stage - 1, stage) if 0 <= index < total]
     crossings = {
         index: Crossing(build_codecs(cfg, hidden=hidden, index=index, seed=seed, embedding_VH=embedding_VH))
         for index in indices
     }
-    return Boundaries(crossings, total)
+    tensor = None if layers is None else TensorBases(cfg, layers=layers, hidden=hidden, seed=seed)
+    return Boundaries(crossings, total, tensor)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from math import ceil, floor, gcd
 from pathlib import Path
@@ -23,6 +24,7 @@ def check_config(config: Config) -> list[str]:
     """Every combination error as ``key=value: why; remedy``; empty when the run can start."""
     errors = [
         *_placement(config),
+        *_links(config),
         *_geometry(config),
         *_importance(config.grpo),
         *_rewards(config),
@@ -75,6 +77,7 @@ def _model(config: Config, model: dict[str, Any]) -> Iterator[str]:
     if codecs != {"identity"} and boundary.rank is not None and boundary.rank > hidden:
         yield f"boundary.rank={boundary.rank} exceeds hidden size {hidden}; use at most {hidden}"
     yield from budget_errors(boundary, hidden)
+    yield from _link_ranks(config, model)
     stages = config.parallel.pipeline
     if stages > layers:
         yield f"parallel.pipeline={stages} exceeds the model's {layers} layers; use at most {layers}"
@@ -140,6 +143,51 @@ def _placement(config: Config) -> Iterator[str]:
         )
 
 
+def _links(config: Config) -> Iterator[str]:
+    """Links that are to be compressed and are not there, or cannot be."""
+    boundary, parallel = config.boundary, config.parallel
+    named = f"boundary.links=[{', '.join(boundary.links)}]"
+    for link, size in (("tensor", parallel.tensor), ("data", parallel.data)):
+        if link in boundary.links and parallel.placement == "one_process":
+            yield f"{named}: one process has no {link} link; leave {link} out, or use parallel.placement=ranks"
+        elif link in boundary.links and size == 1:
+            yield f"{named}: parallel.{link}=1 makes no {link} link; leave {link} out, or use parallel.{link}=2 or more"
+    if "pipeline" not in boundary.links:
+        for name in ("codec", "forward_codec", "backward_codec"):
+            value = getattr(boundary, name)
+            if value not in (None, "identity"):
+                yield f"boundary.{name}={value}: is the pipeline's, which {named} lacks; leave it out, or add pipeline"
+    if "data" not in boundary.links:
+        return
+    if boundary.gradient_warmup >= config.ticks:
+        yield (
+            f"boundary.data_warmup={boundary.gradient_warmup}: the run has {config.ticks} ticks, none of which would "
+            f"cross the data link compressed; use at most {config.ticks - 1}, or leave data out of links"
+        )
+    with suppress(ConfigError):  # _engine reports it
+        stage = read_settings(config).get("zero_optimization", {}).get("stage", 0)
+        if stage > 1:
+            yield (
+                f"{named}: ZeRO {stage} cuts gradients up before anyone has one whole; use "
+                "deepspeed.config=deepspeed_configs/zero1.json (or zero0), or leave data out"
+            )
+
+
+def _link_ranks(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    """Ranks that the model is too small for."""
+    boundary, hidden, tensor = config.boundary, model["hidden_size"], config.parallel.tensor
+    if "tensor" in boundary.links and boundary.tensor_rank_of(hidden) > hidden:
+        yield f"boundary.tensor_rank={boundary.tensor_rank} exceeds hidden size {hidden}; use at most {hidden}"
+    if "data" in boundary.links:
+        widths = [rows // tensor for rows in (model["vocab_size"], 2 * model["intermediate_size"])]
+        most = max((width * hidden - 1) // (2 * (width + hidden)) for width in widths)
+        if boundary.gradient_rank > most:
+            yield (
+                f"boundary.data_rank={boundary.gradient_rank}: halves the bytes of no weight matrix of this model; "
+                f"use at most {most}, or leave data out of links"
+            )
+
+
 def _geometry(config: Config) -> Iterator[str]:
     grpo, data, micro = config.grpo, config.parallel.data, config.train.micro_batch
     shares = data * grpo.minibatches
@@ -190,6 +238,8 @@ def _rewards(config: Config) -> Iterator[str]:
 def _idle(config: Config) -> Iterator[str]:
     """Keys that say something which nothing would heed."""
     grpo, reward, data = config.grpo, config.reward, config.data
+    boundary = config.boundary
+    links = boundary.links
     tables = any(source.val_path or source.val_split for source in data.sources)
     idle: tuple[tuple[str, BaseModel, tuple[str, ...], bool, str], ...] = (
         ("grpo", grpo, ("is_floor", "is_correction"), grpo.is_cap is not None, "grpo.is_cap"),
@@ -199,6 +249,8 @@ def _idle(config: Config) -> Iterator[str]:
         ("reward", reward, ("kind",), not reward.weights, "an empty reward.weights, which names the rewards"),
         ("data", data, ("task", "path"), not data.mix, "an empty data.mix, whose entries name the tasks"),
         ("data", data, ("val_rows",), tables, "data.val_path or val_split"),
+        ("boundary", boundary, ("tensor_rank",), "tensor" in links, "tensor in boundary.links"),
+        ("boundary", boundary, ("data_rank", "data_warmup"), "data" in links, "data in boundary.links"),
     )
     for name, section, keys, heeded, needed in idle:
         for key in keys:
@@ -235,7 +287,7 @@ def _circuit(config: Config) -> Iterator[str]:
         yield from _signs(config)
         return
     boundary = config.boundary
-    learns = "lowrank" in (boundary.codec_of("forward"), boundary.codec_of("backward"))
+    learns = "lowrank" in (boundary.codec_of("forward"), boundary.codec_of("backward")) or "tensor" in boundary.links
     if boundary.basis == "anchor" and learns and boundary.dense_every == 0:
         yield (
             "boundary.basis=anchor: is never refreshed with anchor.enabled=false; use boundary.basis=self or random, "

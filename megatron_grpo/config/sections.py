@@ -21,8 +21,13 @@ DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 Codec = Literal["identity", "lowrank", "mask", "token_waterfill"]
 Prediction = Literal["none", "embedding", "embedding+previous"]
 Payload = Literal["float32", "bfloat16", "int8", "int4", "int3", "waterfill"]
+Link = Literal["pipeline", "tensor", "data"]
 
 DEFAULT_RANK = 5
+TENSOR_SHARE = 4
+"""Hidden size over the rank of the tensor link, by default: it is crossed twice a layer, not once a stage."""
+DATA_RANK = 8
+DATA_WARMUP = 10
 
 
 class Section(BaseModel):
@@ -103,26 +108,37 @@ class BoundaryConfig(Section):
     """Backward rows carry what the micro-batch before lost at the same places; when absent, with token_waterfill."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Of backward codes, but for payload waterfill; stochastic is unbiased."""
-    links: Annotated[tuple[Literal["pipeline", "tensor"], ...], Field(strict=False, min_length=1)] = ("pipeline",)
-    """Links that are compressed."""
+    links: Annotated[tuple[Link, ...], Field(strict=False)] = ("pipeline",)
+    """Links that are compressed: boundaries between stages; sums over the tensor ranks of a layer; gradients of weight
+    matrices over the replicas. The codecs, payloads and budgets above are the pipeline's."""
+    tensor_rank: Positive | None = None
+    """Columns of the bases of the tensor link; a quarter of the hidden size when absent."""
+    data_rank: Positive | None = None
+    """Rank of the gradients that cross the data link, 8 when absent; a matrix that it would not halve crosses whole."""
+    data_warmup: Natural | None = None
+    """Ticks before gradients are compressed, 10 when absent."""
     shared_basis: bool = False
     """One basis for activations and gradients instead of two."""
 
     @field_validator("links")
     @classmethod
-    def _no_tensor_link(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if "tensor" in value:
-            raise ValueError("the tensor link is not available yet; use [pipeline]")
+    def _some_link(cls, value: tuple[Link, ...]) -> tuple[Link, ...]:
+        if not value:
+            raise ValueError("is empty; name at least one")
         return value
 
     def codec_of(self, direction: Direction) -> Codec:
-        """The codec of one direction, the shorthand resolved."""
+        """The codec of one direction of a pipeline boundary, the shorthand resolved."""
+        if "pipeline" not in self.links:
+            return "identity"
         default: Codec = "lowrank" if direction == "forward" else "token_waterfill"
         return (self.forward_codec if direction == "forward" else self.backward_codec) or self.codec or default
 
     def payload_of(self, direction: Direction) -> Payload:
         """The number format of one direction, the shorthand resolved."""
-        packs = direction == "forward" and self.codec is None and self.forward_codec is None
+        packs = (
+            direction == "forward" and self.codec is None and self.forward_codec is None and "pipeline" in self.links
+        )
         default: Payload = "waterfill" if packs else "bfloat16"
         return (self.forward_payload if direction == "forward" else self.backward_payload) or self.payload or default
 
@@ -134,6 +150,20 @@ class BoundaryConfig(Section):
     def rank_of(self, hidden: int) -> int:
         """Columns of the basis, or coordinates of a token."""
         return min(DEFAULT_RANK, hidden) if self.rank is None else self.rank
+
+    def tensor_rank_of(self, hidden: int) -> int:
+        """Columns of the bases of the tensor link."""
+        return max(1, hidden // TENSOR_SHARE) if self.tensor_rank is None else self.tensor_rank
+
+    @property
+    def gradient_rank(self) -> int:
+        """``data_rank``, the default resolved."""
+        return DATA_RANK if self.data_rank is None else self.data_rank
+
+    @property
+    def gradient_warmup(self) -> int:
+        """``data_warmup``, the default resolved."""
+        return DATA_WARMUP if self.data_warmup is None else self.data_warmup
 
     def packed(self, direction: Direction) -> bool:
         """Whether rows cross as packed codes of a fitted transform or whitened basis."""
@@ -149,6 +179,8 @@ class BoundaryConfig(Section):
                 f"{way}_budget": self.budget_of(way),
             }
         shorthand = dict.fromkeys(("codec", "payload", "budget"))
+        if "data" in self.links:
+            by_direction |= {"data_rank": self.gradient_rank, "data_warmup": self.gradient_warmup}
         return self.model_copy(
             update=shorthand | by_direction | {"predict": self.prediction, "error_feedback": self.feeds_back}
         )

@@ -145,7 +145,14 @@ def run_state(states: RankStates, facts: RunFacts) -> Tree:
         del snapshot["batch"]
         ranks = [states.of(last, data, 0) for data in range(layout.data)]
         batches[tick] = [rank["steps"]["ticks"]["snapshots"]["held"][tick]["batch"] for rank in ranks]
-    return {"steps": steps, "packed": packed, "batches": batches, "boundaries": _boundaries(states, facts.topology)}
+    return {
+        "steps": steps,
+        "packed": packed,
+        "batches": batches,
+        "boundaries": _boundaries(states, facts.topology),
+        "tensor_link": _tensor_link(states, layout),
+        "data_link": [states.of(at.pipeline, at.data, at.tensor).get("data_link") for at in _places(layout)],
+    }
 
 
 def _boundaries(states: RankStates, topology: Topology) -> dict[str, dict[str, list[Tree]]]:
@@ -158,6 +165,18 @@ def _boundaries(states: RankStates, topology: Topology) -> dict[str, dict[str, l
     return {
         str(index): {name: codecs(index, end) for end, name in enumerate(ENDS)} for index in range(topology.stages - 1)
     }
+
+
+def _tensor_link(states: RankStates, layout: Layout) -> Tree:
+    """The bases of the tensor link by layer and place, of all stages; empty where it is not compressed."""
+    bases: Tree = {}
+    for stage in range(layout.pipeline):
+        bases |= states.of(stage, 0, 0)["boundaries"].get("tensor", {})
+    return bases
+
+
+def _places(layout: Layout) -> list[Coordinates]:
+    return [layout.coordinates(rank) for rank in range(layout.world_size)]
 
 
 def _copied(tree: Tree) -> Tree:
@@ -189,17 +208,34 @@ class UniversalState:
         """
         for minibatch in self._run["batches"].values():
             dealt(minibatch, wanted.layout.data, 0)
+        sentences = []
         ends = {index: ends[ENDS[0]][0] for index, ends in self._run["boundaries"].items()}
         cuts = ", ".join(index for index, codecs in ends.items() if codecs["learners"] or any(codecs["codecs"]))
-        if not cuts or self._same_boundaries(wanted):
-            return []
-        return [
-            f"dropped: the fitted codecs (Q) of boundary {cuts}, which belong to {self._written.words}; this run has "
-            f"{wanted.words}" + ("" if wanted.stages == 1 else " and fits its own anew")
-        ]
+        if cuts and not self._same_boundaries(wanted):
+            sentences.append(
+                f"dropped: the fitted codecs (Q) of boundary {cuts}, which belong to {self._written.words}; this run "
+                f"has {wanted.words}" + ("" if wanted.stages == 1 else " and fits its own anew")
+            )
+        if any(self._data_links) and self.data_link(Coordinates(0, 0, 0), wanted) is None:
+            sentences.append(
+                "dropped: the warm factors and remainders of compressed gradients, which belong to the ranks of "
+                f"{self._written.words}; this run starts its own anew"
+            )
+        return sentences
 
     def _same_boundaries(self, wanted: Topology) -> bool:
         return (wanted.stages, wanted.spread) == (self._written.stages, self._written.spread)
+
+    @property
+    def _data_links(self) -> list[Tree | None]:
+        """``DataLink.state_dict()`` by rank; ``None`` where it was not compressed."""
+        links: list[Tree | None] = self._run.get("data_link", [])
+        return links
+
+    def data_link(self, at: Coordinates, wanted: Topology) -> Tree | None:
+        """``DataLink.state_dict()`` of a rank; ``None`` where the ranks are others, or had none."""
+        same = wanted.layout == self._written.layout and self._data_links
+        return self._data_links[wanted.layout.rank_of(at)] if same else None
 
     def boundaries(self, at: Coordinates, wanted: Topology) -> Tree | None:
         """``Boundaries.state_dict()`` of a rank; ``None`` where the boundaries are others."""
@@ -212,7 +248,13 @@ class UniversalState:
                 ranks = ends[ENDS[end]]
                 same = wanted.layout.data == len(ranks)
                 state[index] = ranks[at.data] if same else _with_mean_remainders(ranks)
-        return state
+        return state | {"tensor": self.tensor_link} if self.tensor_link else state
+
+    @property
+    def tensor_link(self) -> Tree:
+        """``TensorBases.state_dict()`` of every layer, the same at any topology; empty where there are none."""
+        bases: Tree = self._run.get("tensor_link", {})
+        return bases
 
     def steps(
         self,

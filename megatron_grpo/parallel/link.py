@@ -12,6 +12,8 @@ Kind = Literal["fast", "old_logprob", "anchor", "basis", "rollout", "validation"
 
 LINKS: tuple[Link, ...] = ("pipeline", "tensor", "data")
 KINDS: tuple[Kind, ...] = ("fast", "old_logprob", "anchor", "basis", "rollout", "validation")
+DENSE_KINDS: tuple[Kind, ...] = ("fast", "old_logprob", "rollout")
+"""What a step sends without an anchor and without bases."""
 BFLOAT16_BYTES = 2
 
 Entry = tuple[str, str, str]
@@ -45,7 +47,12 @@ class Ledger:
 
 
 def byte_metrics(counts: torch.Tensor) -> dict[str, float]:
-    """Metric keys from a sum of :meth:`Ledger.take` over ranks. Bytes cross pipeline links, basis also data links."""
+    """Metric keys from a sum of :meth:`Ledger.take` over ranks.
+
+    Those by kind cross pipeline links, basis also data links. What else crosses a compressed tensor or data link has a
+    key of the link, without validation; of a sum over ranks each counts what it contributes. Beside it stands what
+    would cross uncompressed, without anchor and bases: bfloat16 rows, gradients as the engine holds them.
+    """
     half = len(_ENTRIES)
     sent = dict(zip(_ENTRIES, counts[:half].tolist(), strict=True))
     dense = dict(zip(_ENTRIES, counts[half:].tolist(), strict=True))
@@ -53,7 +60,7 @@ def byte_metrics(counts: torch.Tensor) -> dict[str, float]:
     def total(table: dict[Entry, int], kind: str, links: tuple[str, ...] = ("pipeline",)) -> int:
         return sum(table[link, kind, way] for link in links for way in DIRECTIONS)
 
-    return {
+    metrics = {
         "boundary/bytes_fast": total(sent, "fast"),
         "boundary/bytes_fast_fwd": sent["pipeline", "fast", "forward"],
         "boundary/bytes_fast_bwd": sent["pipeline", "fast", "backward"],
@@ -62,5 +69,12 @@ def byte_metrics(counts: torch.Tensor) -> dict[str, float]:
         "boundary/bytes_old_logprob": total(sent, "old_logprob"),
         "boundary/bytes_rollout": total(sent, "rollout"),
         "boundary/bytes_dense_equivalent": total(dense, "fast"),
-        "boundary/bytes_dense_total": sum(total(dense, kind) for kind in ("fast", "old_logprob", "rollout")),
+        "boundary/bytes_dense_total": sum(total(dense, kind) for kind in DENSE_KINDS),
     }
+    for link in ("tensor", "data"):
+        whole = sum(total(dense, kind, (link,)) for kind in DENSE_KINDS)
+        if whole:  # nothing else counts what the link would send: it is compressed
+            kinds = (kind for kind in KINDS if kind != "validation" and (link, kind) != ("data", "basis"))
+            metrics[f"boundary/bytes_{link}"] = sum(total(sent, kind, (link,)) for kind in kinds)
+            metrics[f"boundary/bytes_{link}_dense"] = whole
+    return metrics

@@ -80,6 +80,8 @@ def load_checkpoint(checkpoint: Path, policy: Policy, steps: StepRunner) -> None
     policy.engine.load(checkpoint, ENGINE)
     state = torch.load(checkpoint / rank_file(policy.groups.rank), weights_only=True, map_location="cpu")
     policy.boundaries.load_state_dict(_on(policy.device, state["boundaries"]))
+    if policy.engine.data_link is not None:
+        policy.engine.data_link.load_state_dict(_on(policy.device, state["data_link"]))
     steps.load_state_dict(_with_snapshots(state["steps"], policy.device))
     torch.set_rng_state(state["rng"].cpu())
 
@@ -103,8 +105,13 @@ def load_universal(cfg: Config, checkpoint: Path, policy: Policy, steps: StepRun
     boundaries = universal.boundaries(groups.at, topology)
     if boundaries is None:
         steps.calibrate()
+        if policy.boundaries.tensor is not None:
+            policy.boundaries.tensor.load_state_dict(_on(policy.device, universal.tensor_link))
     else:
         policy.boundaries.load_state_dict(_on(policy.device, boundaries))
+    data_link = universal.data_link(groups.at, topology)
+    if policy.engine.data_link is not None and data_link is not None:
+        policy.engine.data_link.load_state_dict(_on(policy.device, data_link))
     state = universal.steps(groups.at, topology, shape, _fragments(policy))
     steps.load_state_dict(_with_snapshots(_on(torch.device("cpu"), state), policy.device))
     return universal.dropped(topology)
@@ -129,6 +136,7 @@ def _rank_state(policy: Policy, steps: StepRunner) -> dict[str, Any]:
     snapshots["held"] = {tick: _plain(snapshot) for tick, snapshot in snapshots["held"].items()}
     return {
         "boundaries": policy.boundaries.state_dict(),
+        "data_link": None if policy.engine.data_link is None else policy.engine.data_link.state_dict(),
         "steps": state,
         "rng": torch.get_rng_state(),
         "fragments": plain_fragments(_fragments(policy)),

@@ -58,6 +58,10 @@ METRIC_KEYS: tuple[str, ...] = (
     "boundary/bytes_rollout",
     "boundary/bytes_dense_equivalent",
     "boundary/bytes_dense_total",
+    "boundary/bytes_tensor",
+    "boundary/bytes_tensor_dense",
+    "boundary/bytes_data",
+    "boundary/bytes_data_dense",
     "anchor/age",
     "anchor/fired",
     "anchor/cos_fast",
@@ -257,7 +261,18 @@ def _traffic(rows: Sequence[Mapping[str, Number]]) -> dict[str, Any]:
         "dense_total": total,
         "training_share": training / dense if dense else None,
         "traffic_share": sum(by_kind.values()) / total if total else None,
+        "links": _other_links(rows),
     }
+
+
+def _other_links(rows: Sequence[Mapping[str, Number]]) -> dict[str, dict[str, int]]:
+    """Bytes of the compressed links beside the pipeline's, and what they would be uncompressed."""
+    links = {}
+    for link in ("tensor", "data"):
+        key = f"boundary/bytes_{link}"
+        if any(key in row for row in rows):
+            links[link] = {"bytes": round(_total(rows, key)), "dense": round(_total(rows, f"{key}_dense"))}
+    return links
 
 
 def _q_error(rows: Sequence[Mapping[str, Number]], key: str) -> dict[str, Number]:

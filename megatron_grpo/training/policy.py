@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_grpo.backends.data_link import DataLink
 from megatron_grpo.backends.deepspeed import PolicyEngine, cut_at_once, deepspeed_runtime
 from megatron_grpo.backends.huggingface import load_hf_config
 from megatron_grpo.backends.megatron.cpu import megatron_runtime
@@ -80,11 +81,19 @@ def policy_runtime(
                 dtype=DTYPES[cfg.model.dtype],
                 recompute=cfg.model.recompute,
                 device=device,
+                compress_tensor_link="tensor" in cfg.boundary.links,
                 settle=cut_at_once(groups, settings),
             )
         ledger = Ledger()
         link, lean = build_link(cfg, stage, groups, ledger)
-        engine = PolicyEngine(stage.module, groups, settings, cfg.optim, tied_copy=_tied_copy(stage, groups))
+        engine = PolicyEngine(
+            stage.module,
+            groups,
+            settings,
+            cfg.optim,
+            tied_copy=_tied_copy(stage, groups),
+            data_link=_data_link(cfg, stage, groups, ledger),
+        )
         sampler = PipelineSampler(
             lean if timeline is None else TimedStage(lean, timeline),
             link,
@@ -103,6 +112,7 @@ def build_link(cfg: Config, stage: Stage, groups: ParallelGroups, ledger: Ledger
     """The boundaries of this rank under the trainer's schedule, and the sampler's stage between them."""
     stages, here = cfg.parallel.pipeline, groups.at.pipeline
     together = cfg.parallel.placement == "one_process"
+    tensor_link = stage.tensor_link
     boundaries = build_boundaries(
         cfg.boundary,
         stages=stages,
@@ -114,7 +124,10 @@ def build_link(cfg: Config, stage: Stage, groups: ParallelGroups, ledger: Ledger
             if cfg.boundary.prediction != "none" and stages > 1
             else None
         ),
+        layers=None if tensor_link is None else stage.layers,
     )
+    if tensor_link is not None:
+        tensor_link.connect(boundaries, ledger)
     if together:
         return _joined(InProcessLink(boundaries, ledger), stage, cfg)
     link = CodecP2PCommunicator(
@@ -124,8 +137,16 @@ def build_link(cfg: Config, stage: Stage, groups: ParallelGroups, ledger: Ledger
         stage=here,
         ledger=ledger,
         tp_group=groups.tensor,
+        tensor_link=tensor_link,
     )
     return link, LeanStage(stage)
+
+
+def _data_link(cfg: Config, stage: Stage, groups: ParallelGroups, ledger: Ledger) -> DataLink | None:
+    """What averages gradients over replicas, where that link is compressed."""
+    if "data" not in cfg.boundary.links:
+        return None
+    return DataLink(cfg.boundary, dict(stage.module.named_parameters()), groups.data, ledger, cfg.train.seed)
 
 
 def _joined(link: InProcessLink, stage: Stage, cfg: Config) -> tuple[InProcessLink, LeanStage]:

@@ -133,8 +133,8 @@ class StepRunner:
     def _measures_gap(self) -> bool:
         """Whether the path is chosen by the gap; where nothing is coded there is none."""
         cfg = self._cfg
-        coded = cfg.parallel.pipeline > 1 and cfg.boundary.codec_of("forward") != "identity"
-        return cfg.rollout.path == "auto" and coded
+        crosses = cfg.parallel.pipeline > 1 and cfg.boundary.codec_of("forward") != "identity"
+        return cfg.rollout.path == "auto" and (crosses or "tensor" in cfg.boundary.links)
 
     def _samples_by_codec(self, step: int) -> bool:
         cfg = self._cfg

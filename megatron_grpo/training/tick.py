@@ -133,7 +133,7 @@ class TickRunner:
         inputs, plan.rows = model_inputs(replay, self._cfg.train.micro_batch)
         finish = partial(finish_gradients, policy.stage, policy.groups.embedding)
         # The engine averages over replicas; the loss is a sum over them.
-        with policy.engine.accumulating(finish):
+        with policy.engine.accumulating(finish, plan):
             return forward_backward(
                 policy.stage, policy.link, inputs, plan, self._loss, scale=policy.groups.layout.data
             )

@@ -214,8 +214,12 @@ def _learned(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _wire(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     dense, total = summary["dense_equivalent"], summary["dense_total"]
+    others = [
+        (f"{link} link", f"{_share(counts['bytes'], counts['dense'])} of {_megabytes(counts['dense'])} uncompressed")
+        for link, counts in summary.get("links", {}).items()
+    ]
     if not dense:
-        return [("bytes on the wire", "none: no pipeline boundary was crossed")]
+        return others or [("bytes on the wire", "none: no pipeline boundary was crossed")]
     lines = [
         (
             "training bytes",
@@ -229,7 +233,7 @@ def _wire(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         everything = sum(summary["bytes"].values())
         lines.append(("all traffic", f"{_share(everything, total)} of the dense total, {_megabytes(total)}"))
         lines.append((f"  {_KIND_LABELS['rollout']}", _share(summary["bytes"]["rollout"], total)))
-    return lines
+    return lines + others
 
 
 def _basis(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

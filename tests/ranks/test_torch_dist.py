@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megatron_grpo.backends.huggingface import load_hf_config, reference_model
 from megatron_grpo.backends.megatron.cpu import megatron_runtime
-from megatron_grpo.backends.megatron.model import POSITIONS, stage_spec, transformer_config
+from megatron_grpo.backends.megatron.model import POSITIONS, stage_layers, stage_spec, transformer_config
 from megatron_grpo.conversion.convert import Wish, convert
 from megatron_grpo.conversion.families import ModelShape, model_shape
 from megatron_grpo.conversion.names import padded_vocab
@@ -30,7 +30,7 @@ def megatron_model(shape: ModelShape, tensor: int, split: list[int]) -> GPTModel
     stage = parallel_state.get_pipeline_model_parallel_rank()
     model = GPTModel(
         config,
-        stage_spec(shape, split[stage]),
+        stage_spec(shape, stage_layers(tuple(split), stage)),
         vocab_size=padded_vocab(shape.vocab, tensor),
         max_sequence_length=shape.max_positions,
         pre_process=stage == 0,

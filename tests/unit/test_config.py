@@ -22,6 +22,7 @@ from megatron_grpo.config import (
 from megatron_grpo.config.loading import parse_yaml
 from megatron_grpo.ops.transform import waterfill_spec
 
+ROOT = Path(__file__).parents[2]
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -199,7 +200,7 @@ def test_what_is_left_out_follows_from_what_is_named(settings: dict[str, Any], p
         ("boundary.rank=0", ["boundary.rank=0", "at least 1"]),
         ("optim.lr=.nan", ["optim.lr=NaN", "finite"]),
         ("merger.kind=ema", ["merger.kind=ema", "signed_ema"]),
-        ("boundary.links=[tensor]", ["boundary.links", "not available yet", "[pipeline]"]),
+        ("boundary.links=[ring]", ["boundary.links", "'pipeline', 'tensor' or 'data'"]),
         ("boundary.links=[]", ["boundary.links", "empty"]),
         ("data.prompt_template=hello", ["data.prompt_template=hello", "{question}"]),
         ("anchor.cadense=20", ["anchor.cadense=20", "unknown key", "anchor.cadence"]),
@@ -387,6 +388,58 @@ def test_a_combination_that_cannot_work_is_named(home: Path, override: str, line
 def test_two_settings_that_contradict_each_other_are_one_line(home: Path, overrides: list[str], line: str) -> None:
     (found,) = checked(home, *overrides).splitlines()
     assert line in found and "; " in found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["boundary.links=[tensor]"],
+            "boundary.links=[tensor]: parallel.tensor=1 makes no tensor link; leave tensor out",
+        ),
+        (["boundary.links=[pipeline, data]"], "boundary.links=[pipeline, data]: parallel.data=1 makes no data link"),
+        (
+            ["boundary.links=[pipeline, data]", "parallel.placement=one_process"],
+            "boundary.links=[pipeline, data]: one process has no data link",
+        ),
+        (
+            ["boundary.links=[tensor]", "parallel.tensor=2", "boundary.codec=mask"],
+            "boundary.codec=mask: is the pipeline's, which boundary.links=[tensor] lacks",
+        ),
+        (
+            ["boundary.links=[pipeline, tensor]", "parallel.tensor=2", "boundary.tensor_rank=97"],
+            "boundary.tensor_rank=97 exceeds hidden size 96; use at most 96",
+        ),
+        (["boundary.tensor_rank=8"], "boundary.tensor_rank=8: does nothing without tensor in boundary.links"),
+        (["boundary.data_warmup=0"], "boundary.data_warmup=0: does nothing without data in boundary.links"),
+    ],
+)
+def test_links_that_are_not_there_are_named(home: Path, overrides: list[str], line: str) -> None:
+    (found,) = checked(home, *overrides).splitlines()
+    assert line in found and "; " in found
+
+
+def test_gradients_are_compressed_where_they_are_whole_and_shrink(home: Path) -> None:
+    """H3 and H4: the warm-up leaves ticks over; the largest rank is one that halves the widest matrix."""
+    write_model(home, vocab_size=96, intermediate_size=256)
+    two = ["boundary.links=[data]", "parallel.data=2"]
+    assert checked(home, *two) == ""
+    assert "boundary.data_warmup=140: the run has 140 ticks" in checked(home, *two, "boundary.data_warmup=140")
+    assert checked(home, *two, "boundary.data_warmup=139") == ""
+    # 512 x 96: (512 + 96) * 40 * 2 = 48640 < 49152 = 512 * 96 <= (512 + 96) * 41 * 2.
+    assert checked(home, *two, "boundary.data_rank=40") == ""
+    assert "boundary.data_rank=41: halves the bytes of no weight" in checked(home, *two, "boundary.data_rank=41")
+    for stage in (2, 3):
+        given = [*two, f"deepspeed.config={ROOT}/deepspeed_configs/zero{stage}.json"]
+        assert f"boundary.links=[data]: ZeRO {stage} cuts gradients up" in checked(home, *given)
+
+
+def test_without_the_pipelines_link_its_boundaries_cross_dense(home: Path) -> None:
+    boundary = load(home, "boundary.links=[tensor]", "parallel.tensor=2").boundary
+    assert [boundary.codec_of(way) for way in ("forward", "backward")] == ["identity"] * 2
+    assert [boundary.payload_of(way) for way in ("forward", "backward")] == ["bfloat16"] * 2
+    assert (boundary.prediction, boundary.feeds_back) == ("none", False)
+    assert (boundary.tensor_rank_of(96), boundary.tensor_rank_of(3)) == (24, 1)
 
 
 def test_a_budget_that_is_offered_can_be_built(home: Path) -> None:

@@ -16,7 +16,7 @@ from megatron_grpo.sweep.spec import load_sweep
 from megatron_grpo.training.metrics import METRIC_KEYS
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/formulas.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/formulas.md", "examples/links.md")
 EXAMPLE = ROOT / "examples/tiny/k5.yaml"
 
 

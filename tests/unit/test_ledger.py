@@ -43,6 +43,24 @@ def test_metrics_by_hand() -> None:
     }
 
 
+def test_a_compressed_link_has_keys_of_its_own() -> None:
+    """All kinds but validation; sums of the sketches over replicas are in the basis already."""
+    ledger = Ledger()
+    for number, kind in enumerate(("fast", "old_logprob", "anchor", "basis", "rollout", "validation")):
+        ledger.add("tensor", kind, "forward", sent=10**number, dense=2 * 10**number)  # type: ignore[arg-type]  # kinds
+    ledger.add("data", "fast", "backward", sent=5, dense=50)
+    ledger.add("data", "anchor", "backward", sent=60)
+    ledger.add("data", "basis", "backward", sent=700)
+    metrics = byte_metrics(ledger.take())
+    assert {key: value for key, value in metrics.items() if value} == {
+        "boundary/bytes_basis": 700,
+        "boundary/bytes_tensor": 11_111,
+        "boundary/bytes_tensor_dense": 20_022,
+        "boundary/bytes_data": 65,
+        "boundary/bytes_data_dense": 50,
+    }
+
+
 def test_ranks_add_up() -> None:
     """A message is counted by its sender alone: the sum of two ranks' counts is the traffic of both."""
     first, second = Ledger(), Ledger()

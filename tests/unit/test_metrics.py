@@ -40,6 +40,7 @@ rollout/truncated_frac rollout/logprob_gap rollout/logprob_gap_median rollout/to
 policy/entropy policy/kl policy/grad_norm boundary/q_error_fwd boundary/q_error_bwd boundary/bytes_fast
 boundary/bytes_fast_fwd boundary/bytes_fast_bwd boundary/bytes_anchor boundary/bytes_basis
 boundary/bytes_old_logprob boundary/bytes_rollout boundary/bytes_dense_equivalent boundary/bytes_dense_total
+boundary/bytes_tensor boundary/bytes_tensor_dense boundary/bytes_data boundary/bytes_data_dense
 anchor/age anchor/fired anchor/cos_fast anchor/sign_agreement merger/weight merger/gate_cos
 alarm/score alarm/fired reward/parse_fail_frac reward/unscored_frac rollout/resampled_frac
 reward/zero_std_frac train/skipped train/lr
@@ -218,6 +219,7 @@ def test_summary_by_hand(tmp_path: Path) -> None:
         "dense_total": 9500,
         "training_share": pytest.approx(0.28225, rel=1e-12),
         "traffic_share": pytest.approx(2758 / 9500, rel=1e-12),
+        "links": {},
         "q_error": {
             "fwd": {"bootstrap": 0.97, "after_first_refresh": 0.6, "last": 0.5},
             "bwd": {"bootstrap": 0.98, "after_first_refresh": 0.8, "last": 0.7},

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_grpo.backends.megatron.model import Stage
+from megatron_grpo.boundary.tensor import Place
 from megatron_grpo.ops.rows import Rows
 from megatron_grpo.parallel.collectives import gather_last_dim
 
@@ -157,7 +158,7 @@ class LeanStage:
         mask = self._mask(cache, start, columns)
         for number, layer in enumerate(module.decoder.layers):
             with self._gather(*next(portions)):
-                x = self._layer(_weights(layer), cache.kv[number], x, start, cos_n1D, sin_n1D, mask)
+                x = self._layer(number, _weights(layer), cache.kv[number], x, start, cos_n1D, sin_n1D, mask)
             if number in self._cross:
                 crossed_NH = self._cross[number](rows.select(x.transpose(0, 1)), rows)
                 x = rows.scatter(crossed_NH, columns).transpose(0, 1).contiguous()
@@ -190,6 +191,7 @@ class LeanStage:
 
     def _layer(
         self,
+        number: int,
         w: _Layer,
         kv: torch.Tensor,
         x_BnH: torch.Tensor,
@@ -220,9 +222,14 @@ class LeanStage:
                 q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=queries > 1
             )
             mixed = seen.transpose(1, 2).reshape(batch, columns, -1)
-        x_BnH = x_BnH + self._sum(F.linear(mixed, w.projection))
+        x_BnH = x_BnH + self._sum_parts(number, "linear_proj", F.linear(mixed, w.projection))
         gate, up = F.linear(F.rms_norm(x_BnH, (hidden,), w.norm_mlp, self._eps), w.fc1).chunk(2, dim=-1)
-        return x_BnH + self._sum(F.linear(F.silu(gate) * up, w.fc2))
+        return x_BnH + self._sum_parts(number, "linear_fc2", F.linear(F.silu(gate) * up, w.fc2))
+
+    def _sum_parts(self, number: int, place: Place, part_BnH: torch.Tensor) -> torch.Tensor:
+        """As the trainer sums this stage's layer ``number``: over the compressed link where there is one."""
+        link = self._stage.tensor_link
+        return self._sum(part_BnH) if link is None else link.total(self._stage.layers[number], place, part_BnH)
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         if self._tensor_group.size() > 1:

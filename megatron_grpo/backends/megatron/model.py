@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron_grpo.backends.megatron.tensor_link import TensorLink, linked
 from megatron_grpo.conversion.families import Activation, ModelShape, Positions
 from megatron_grpo.conversion.files import stage_weights
 from megatron_grpo.conversion.names import padded_vocab, stage_table
@@ -54,6 +55,7 @@ class Stage:
         shape: the whole model's shape.
         layers: global numbers of this stage's layers.
         split: layers of every stage.
+        tensor_link: what its layers sum over, where the tensor link is compressed.
     """
 
     module: GPTModel
@@ -61,6 +63,7 @@ class Stage:
     layers: range
     split: tuple[int, ...]
     collection: ProcessGroupCollection
+    tensor_link: TensorLink | None = None
 
     @property
     def vocab_start(self) -> int:
@@ -126,14 +129,15 @@ def transformer_config(
     )
 
 
-def stage_spec(shape: ModelShape, layers: int) -> TransformerBlockSubmodules:
-    """The modules of a stage of so many layers.
+def stage_spec(shape: ModelShape, layers: range, tensor_link: TensorLink | None = None) -> TransformerBlockSubmodules:
+    """The modules of a stage of these layers.
 
     "RMSNorm" here means torch's norm, of the kind that the config names: by any other word Megatron would take its norm
     from whatever package is called apex.
     """
     layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
-    return TransformerBlockSubmodules(layer_specs=[layer_spec] * layers, layer_norm=WrappedTorchNorm)
+    specs = [layer_spec if tensor_link is None else linked(layer_spec, tensor_link, layer) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
 
 
 def stage_layers(split: tuple[int, ...], stage: int) -> range:
@@ -150,6 +154,7 @@ def build_stage(
     dtype: torch.dtype,
     recompute: bool,
     device: torch.device,
+    compress_tensor_link: bool = False,
     settle: Settle = lambda parameter: None,
 ) -> Stage:
     """Build this rank's stage and load its weights. Call inside ``megatron_runtime``.
@@ -159,6 +164,7 @@ def build_stage(
     Args:
         source: holds the weights of ``shape``.
         split: layers of every stage; uneven splits are fine.
+        compress_tensor_link: sums over tensor ranks go over a ``TensorLink``, which is to be connected.
         settle: called with every parameter as soon as it has its values, in the same order on all replicas.
 
     Raises:
@@ -169,12 +175,13 @@ def build_stage(
     config = transformer_config(shape, tensor=tensor, pipeline=groups.layout.pipeline, dtype=dtype, recompute=recompute)
     collection = collection_of(groups)
     scores = shape.head == "score"
+    tensor_link = TensorLink(groups.tensor) if compress_tensor_link else None
     unsent = copy(collection)
     unsent.embd = None  # Megatron would send a tied embedding's copy, which is loaded here
     with torch.device("meta"):
         module = GPTModel(
             config,
-            stage_spec(shape, len(layers)),
+            stage_spec(shape, layers, tensor_link),
             vocab_size=padded_vocab(shape.vocab, tensor),
             max_sequence_length=shape.max_positions,
             pre_process=groups.is_first_stage,
@@ -198,7 +205,7 @@ def build_stage(
     )
     load_weights(module, weights, device, settle)
     mark_sharded(module, shape, layers, groups)
-    return Stage(module.to(device), shape, layers, split, collection)
+    return Stage(module.to(device), shape, layers, split, collection, tensor_link)
 
 
 def whole_logits(stage: Stage, ids_BS: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron_grpo.backends.megatron.tensor_link import TensorLink
 from megatron_grpo.boundary.codec import Learner
 from megatron_grpo.boundary.crossing import Boundaries, Crossing
 from megatron_grpo.config import Direction
@@ -36,6 +37,7 @@ class CodecP2PCommunicator(P2PCommunicator):
         stage: number of this stage.
         ledger: where bytes are counted.
         tp_group: tensor-parallel ranks of this stage, ``None`` for one.
+        tensor_link: the compressed link between those, whose bases are refreshed with the boundaries'.
     """
 
     def __init__(
@@ -47,11 +49,13 @@ class CodecP2PCommunicator(P2PCommunicator):
         stage: int,
         ledger: Ledger,
         tp_group: dist.ProcessGroup | None = None,
+        tensor_link: TensorLink | None = None,
     ) -> None:
         super().__init__(pp_group, config)
         self.boundaries = boundaries
         self.ledger = ledger
         self.tp_group = tp_group if tp_group is not None and tp_group.size() > 1 else None
+        self._tensor_link = tensor_link
         self._stage = stage
 
     @property
@@ -70,6 +74,8 @@ class CodecP2PCommunicator(P2PCommunicator):
                 self._sum(learner, way, dp_group)
                 learner.stage()
                 self._agree(learner, peer, way, lower=lower)
+        if self._tensor_link is not None:
+            self._tensor_link.refresh(dp_group, parts=False)
 
     def refresh_from_sender(self, dp_group: dist.ProcessGroup) -> None:
         """Stage what the sender of each direction learned, and send it. Collective: every rank, after such a pass."""
@@ -84,6 +90,8 @@ class CodecP2PCommunicator(P2PCommunicator):
                 flat = torch.empty_like(learner.flat())
                 dist.recv(flat, src=peer, group=self.pp_group)
                 learner.stage_flat(flat)
+        if self._tensor_link is not None:
+            self._tensor_link.refresh(dp_group, parts=True)
 
     def _learners(self) -> Iterator[tuple[int, bool, Direction, Learner]]:
         """(peer, whether this is the lower end, direction, learner) of every boundary of this rank, in one order."""

@@ -229,9 +229,15 @@ class PolicyEngine:
                 assert parameter.grad is not None
                 sum_over(parameter.grad, self.groups.data).div_(self.groups.layout.data)
             return
-        with self.engine.coalesce_grad_reduction():
+        with self._reduced_once():
             yield
             finish()
+
+    @contextmanager
+    def _reduced_once(self) -> Iterator[None]:
+        """At the end of the block the engine averages and cuts up what its backward passes have added up."""
+        with self.engine.coalesce_grad_reduction():
+            yield
         if self._offloads:
             get_accelerator().synchronize()  # gradients are on their way to the host
 
@@ -245,7 +251,7 @@ class PolicyEngine:
             yield
             return
         nothing = replaced(self.engine.optimizer, "average_tensor", lambda tensor, dtype: None)
-        with nothing, self.engine.coalesce_grad_reduction():
+        with nothing, self._reduced_once():
             yield
 
     def gradients(self) -> Shards:

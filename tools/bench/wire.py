@@ -48,7 +48,7 @@ KINDS = ("fast", "old_logprob", "anchor", "basis", "rollout")
 COMMON = (
     "data.val_size=8",
     f"parallel.interface={INTERFACE}",
-    *("grpo.prompts_per_step=64", "grpo.group_size=8", "grpo.minibatches=1", "train.micro_batch=128"),
+    *("grpo.prompts_per_step=64", "grpo.group_size=8", "grpo.minibatches=1", "train.micro_batch=256"),
     *("rollout.path=codec", "train.eval_every=1000000", "train.save_every=1000000", "logging.tensorboard=false"),
 )
 
@@ -66,7 +66,7 @@ class Arm:
 
 ARMS = {
     "dense": Arm(("boundary.codec=identity", "anchor.enabled=false"), steps=4, dropped=1),
-    "compressed": Arm(("anchor.enabled=true", "anchor.cadence=20"), steps=22, dropped=2),
+    "compressed": Arm(("boundary.predict=embedding", "anchor.enabled=true", "anchor.cadence=20"), steps=22, dropped=2),
 }
 
 

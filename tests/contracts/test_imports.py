@@ -25,7 +25,7 @@ def loaded_after(statement: str) -> set[str]:
 
 
 LIGHT = (
-    *("cli", "launch", "plan", "report", "sweep.runner", "config", "config.checks", "backends.apex"),
+    *("cli", "launch", "launch.cluster", "plan", "report", "sweep.runner", "config", "config.checks", "backends.apex"),
     *("conversion.names", "data", "rollout.rewards"),
 )
 

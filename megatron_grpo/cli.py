@@ -126,8 +126,7 @@ def plan(
     """Show what a run would be: ranks, links, bytes, memory, time, and every config error. Starts nothing."""
     with _config_errors():
         cfg = load_config(config, overrides)
-        weightless = holds_sizes_alone(Path(cfg.model.path))
-        errors = check_config(cfg, sizes_alone=weightless)
+        errors = check_config(cfg, sizes_alone=holds_sizes_alone(Path(cfg.model.path)))
         try:
             _check_problems(cfg)
         except ConfigError as error:
@@ -151,10 +150,6 @@ def plan(
             console = Console()
             for table in [*outline_tables(cfg), *(plan_tables(whole) if whole else [])]:
                 console.print(table)
-            if weightless:
-                console.print(
-                    f"{cfg.model.path} holds sizes alone: train needs its weights and tokenizer.", style="yellow"
-                )
         if errors:
             raise ConfigError("\n".join(errors))
 

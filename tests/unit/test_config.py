@@ -595,7 +595,11 @@ def test_a_batch_is_sampled_in_as_many_micro_batches_as_are_in_flight_or_more(ho
     ("settings", "part"),
     [
         ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 but optim.clip is 1.0"),
-        ({"train_batch_size": 128}, "train_batch_size is 128 but grpo and parallel give 64 sequences"),
+        (  # case G7: the three numbers
+            {"train_batch_size": 128},
+            "train_batch_size is 128 but grpo and parallel give train_batch_size 64 = 64 a tick and rank "
+            "(train_micro_batch_size_per_gpu) x 1 (gradient_accumulation_steps) x 1 data-parallel ranks",
+        ),
         ({"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu is 4"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2"),
         ({"optimizer": {"type": "Lion"}}, "optimizer.type is Lion"),

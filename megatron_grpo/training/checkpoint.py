@@ -79,6 +79,7 @@ def load_checkpoint(checkpoint: Path, policy: Policy, steps: StepRunner) -> None
     policy.engine.load(checkpoint, ENGINE)
     state = torch.load(checkpoint / rank_file(policy.groups.rank), weights_only=True, map_location=policy.device)
     policy.boundaries.load_state_dict(state["boundaries"])
+    policy.boundaries.load_caches(state["caches"], steps.cache_settings)
     if policy.engine.data_link is not None:
         policy.engine.data_link.load_state_dict(state["data_link"])
     steps.load_state_dict(_with_snapshots(state["steps"]))
@@ -136,6 +137,7 @@ def _rank_state(policy: Policy, steps: StepRunner) -> dict[str, Any]:
         "data_link": None if policy.engine.data_link is None else policy.engine.data_link.state_dict(),
         "steps": state,
         "rng": torch.get_rng_state(),
+        "caches": policy.boundaries.caches_dict(steps.ticks.rollouts()),
         "fragments": plain_fragments(_fragments(policy)),
     }
 

@@ -164,11 +164,13 @@ class CodecP2PCommunicator(P2PCommunicator):
         for stream, tensor in (("send_prev", tensor_send_prev), ("send_next", tensor_send_next)):
             if tensor is not None:
                 part = self._outgoing(stream, tensor)
-                operations.append(dist.P2POp(dist.isend, part, self._peer(stream), self.pp_group))
+                if part.numel():  # where the other end holds every row, nothing crosses
+                    operations.append(dist.P2POp(dist.isend, part, self._peer(stream), self.pp_group))
         wanted = [stream for stream, wants in (("recv_prev", recv_prev), ("recv_next", recv_next)) if wants]
         messages = {stream: self._expect(stream, tensor_shape) for stream in wanted}
         for stream, message in messages.items():
-            operations.append(dist.P2POp(dist.irecv, message.part, self._peer(stream), self.pp_group))
+            if message.part.numel():
+                operations.append(dist.P2POp(dist.irecv, message.part, self._peer(stream), self.pp_group))
         for request in dist.batch_isend_irecv(operations) if operations else []:
             request.wait()
         arrived = {stream: self._arrive(stream, message) for stream, message in messages.items()}
@@ -229,7 +231,7 @@ class CodecP2PCommunicator(P2PCommunicator):
         return flat[start : start + share].contiguous()
 
     def _gathered(self, payload: torch.Tensor, part: torch.Tensor, direction: Direction) -> torch.Tensor:
-        if self.tp_group is None:
+        if self.tp_group is None or not payload.numel():
             return part
         parts = [torch.empty_like(part) for _ in range(self.tp_group.size())]
         dist.all_gather(parts, part, group=self.tp_group)

@@ -126,8 +126,7 @@ def plan(
     """Show what a run would be: ranks, links, bytes, memory, time, and every config error. Starts nothing."""
     with _config_errors():
         cfg = load_config(config, overrides)
-        weightless = holds_sizes_alone(Path(cfg.model.path))
-        errors = check_config(cfg, sizes_alone=weightless)
+        errors = check_config(cfg, sizes_alone=holds_sizes_alone(Path(cfg.model.path)))
         try:
             _check_problems(cfg)
         except ConfigError as error:
@@ -151,12 +150,15 @@ def plan(
             console = Console()
             for table in [*outline_tables(cfg), *(plan_tables(whole) if whole else [])]:
                 console.print(table)
-            if weightless:
-                console.print(
-                    f"{cfg.model.path} holds sizes alone: train needs its weights and tokenizer.", style="yellow"
-                )
         if errors:
             raise ConfigError("\n".join(errors))
+
+
+ALONE = (
+    *("parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "parallel.reward_stage=false"),
+    *("boundary.links=[pipeline]", "boundary.tensor_rank=null", "boundary.data_rank=null", "boundary.data_warmup=null"),
+)
+"""One process, which has no links."""
 
 
 @app.command("eval")
@@ -171,8 +173,7 @@ def evaluate(
         chosen = [f"model.path={json.dumps(str(model.absolute()))}"]
         if any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             chosen.append(f"tokenizer.path={json.dumps(str(model.absolute()))}")
-        alone = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "parallel.reward_stage=false"]
-        cfg = _checked(file, [*(overrides or []), *chosen, *alone])
+        cfg = _checked(file, [*(overrides or []), *chosen, *ALONE])
         from megatron_grpo.launch import require_engines
 
         require_engines()

@@ -52,15 +52,17 @@ def weights_at(
     reader: HFReader, shape: ModelShape, split: Sequence[int], stage: int, rank: int, tensor: int
 ) -> dict[str, torch.Tensor]:
     """The fp32 parameters of one rank of a pipeline of ``split`` layers a stage."""
-    return stage_weights(
-        reader,
-        shape,
-        stage_layers(tuple(split), stage),
-        first=stage == 0,
-        last=stage == len(split) - 1,
-        tensor_rank=rank,
-        tensor_size=tensor,
-        dtype=torch.float32,
+    return dict(
+        stage_weights(
+            reader,
+            shape,
+            stage_layers(tuple(split), stage),
+            first=stage == 0,
+            last=stage == len(split) - 1,
+            tensor_rank=rank,
+            tensor_size=tensor,
+            dtype=torch.float32,
+        )
     )
 
 

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from megatron_grpo.config import MergerConfig
+from megatron_grpo.ops.host import Keep, stored
 from megatron_grpo.ops.merge import ema
+from megatron_grpo.ops.signs import Signal
 
 Shards = list[torch.Tensor]
 
@@ -21,7 +23,7 @@ class Gate(Protocol):
 
     watches: bool
     """Whether it needs to see every fast gradient."""
-    mean: Shards | None
+    mean: Signal | None
     """The running mean of the fast gradient, fp32; ``None`` where none is kept."""
     elementwise: bool
     """Whether the merger must look at the mean's sign, element by element."""
@@ -47,7 +49,7 @@ class OpenGate:
     """M's signal always passes."""
 
     watches = elementwise = False
-    mean: Shards | None = None
+    mean: Signal | None = None
 
     def watch(self, fast: Shards) -> None:
         """Nothing to keep."""
@@ -67,22 +69,25 @@ class AgreementGate(OpenGate):
 
     watches = elementwise = True
 
+    def __init__(self, keep: Keep = list) -> None:
+        self._keep = keep
+
     def watch(self, fast: Shards) -> None:
         """mean <- MEAN_BETA mean + (1 - MEAN_BETA) fast, the first one taken whole."""
         if self.mean is None:
-            self.mean = [gradient.float().clone() for gradient in fast]
+            self.mean = self._keep(gradient.float().clone() for gradient in fast)
         else:
-            self.mean = [ema(old, new, MEAN_BETA) for old, new in zip(self.mean, fast, strict=True)]
+            self.mean = self._keep(ema(old, new, MEAN_BETA) for old, new in zip(self.mean, fast, strict=True))
 
     def share(self, sums: torch.Tensor) -> float:
         *_, equal, _compared, elements = sums.tolist()
         return float(equal / elements)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean}
+        return {"mean": stored(self.mean)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean = state["mean"]
+        self.mean = None if state["mean"] is None else self._keep(state["mean"])
 
 
 class CosineGate(AgreementGate):
@@ -90,7 +95,8 @@ class CosineGate(AgreementGate):
 
     elementwise = False
 
-    def __init__(self, threshold: float) -> None:
+    def __init__(self, threshold: float, keep: Keep = list) -> None:
+        super().__init__(keep)
         self._threshold = threshold
 
     def share(self, sums: torch.Tensor) -> float:
@@ -104,8 +110,8 @@ def cosine(sums: torch.Tensor) -> float:
     return float(product / norms) if norms > 0 else 0.0
 
 
-def build_gate(cfg: MergerConfig) -> Gate:
-    """The one place where a gate is chosen."""
+def build_gate(cfg: MergerConfig, keep: Keep = list) -> Gate:
+    """The one place where a gate is chosen; ``keep``: how it keeps what lasts between ticks."""
     if cfg.gate == "cosine":
-        return CosineGate(cfg.gate_threshold)
-    return AgreementGate() if cfg.gate == "agreement" else OpenGate()
+        return CosineGate(cfg.gate_threshold, keep)
+    return AgreementGate(keep) if cfg.gate == "agreement" else OpenGate()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_grpo.config import AnchorConfig, MergerConfig
+from megatron_grpo.ops.host import Keep, stored
 from megatron_grpo.ops.merge import agreeing, delayed_ef, ema, signed_ema
 from megatron_grpo.ops.signs import PackedSigns, Signal
 
@@ -39,7 +40,7 @@ class Merger(Protocol):
     needs_fast: bool
     """Whether a fire must know the fast gradient of the tick it replays."""
 
-    def arrive(self, m: Signal, fast_then: Shards | None) -> None:
+    def arrive(self, m: Signal, fast_then: Signal | None) -> None:
         """The anchor fired: ``m`` is the new M, ``fast_then`` the replayed tick's compressed gradient, if finite."""
         ...
 
@@ -47,7 +48,7 @@ class Merger(Protocol):
         """The weight of M's signal when ``fade`` of it, in 0..1, is left."""
         ...
 
-    def merge(self, fast: Shards, m: Signal, *, fade: float = 1.0, mean: Shards | None = None) -> float:
+    def merge(self, fast: Shards, m: Signal, *, fade: float = 1.0, mean: Signal | None = None) -> float:
         """Change ``fast`` in place; returns the weight that M's signal had. Weight 0 leaves every bit as it is.
 
         Args:
@@ -65,13 +66,13 @@ class NoMerger:
 
     needs_fast = False
 
-    def arrive(self, m: Signal, fast_then: Shards | None) -> None:
+    def arrive(self, m: Signal, fast_then: Signal | None) -> None:
         """Nothing to keep."""
 
     def weight(self, fade: float) -> float:
         return 0.0
 
-    def merge(self, fast: Shards, m: Signal, *, fade: float = 1.0, mean: Shards | None = None) -> float:
+    def merge(self, fast: Shards, m: Signal, *, fade: float = 1.0, mean: Signal | None = None) -> float:
         return 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class SignedEma(NoMerger):
     def weight(self, fade: float) -> float:
         return (1.0 - self.alpha) * fade
 
-    def merge(self, fast: Shards, m: Signal, *, fade: float = 1.0, mean: Shards | None = None) -> float:
+    def merge(self, fast: Shards, m: Signal, *, fade: float = 1.0, mean: Signal | None = None) -> float:
         weight = self.weight(fade)
         if weight > 0.0:
             for gradient, anchor, guide in zip(fast, m, _guides(fast, mean), strict=True):
@@ -110,19 +111,20 @@ class DelayedEf(NoMerger):
 
     needs_fast = True
 
-    def __init__(self, lam: float) -> None:
+    def __init__(self, lam: float, keep: Keep = list) -> None:
         self.lam = lam
-        self._excess: Shards | None = None
+        self._keep = keep
+        self._excess: Signal | None = None
 
-    def arrive(self, m: Signal, fast_then: Shards | None) -> None:
+    def arrive(self, m: Signal, fast_then: Signal | None) -> None:
         if fast_then is None:  # it was not finite: the excess before it stays in force
             return
-        self._excess = [anchor - fast for anchor, fast in zip(m, fast_then, strict=True)]
+        self._excess = self._keep(anchor - fast for anchor, fast in zip(m, fast_then, strict=True))
 
     def weight(self, fade: float) -> float:
         return self.lam * fade
 
-    def merge(self, fast: Shards, m: Signal, *, fade: float = 1.0, mean: Shards | None = None) -> float:
+    def merge(self, fast: Shards, m: Signal, *, fade: float = 1.0, mean: Signal | None = None) -> float:
         weight = self.weight(fade)
         if self._excess is None or weight == 0.0:
             return 0.0
@@ -131,13 +133,13 @@ class DelayedEf(NoMerger):
         return weight
 
     def state_dict(self) -> dict[str, Any]:
-        return {"excess": self._excess}
+        return {"excess": stored(self._excess)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._excess = state["excess"]
+        self._excess = None if state["excess"] is None else self._keep(state["excess"])
 
 
-def _guides(fast: Shards, mean: Shards | None) -> Sequence[torch.Tensor | None]:
+def _guides(fast: Shards, mean: Signal | None) -> Sequence[torch.Tensor | None]:
     return [None] * len(fast) if mean is None else mean
 
 
@@ -146,12 +148,12 @@ def _put(gradient: torch.Tensor, merged: torch.Tensor, anchor: torch.Tensor, gui
     gradient.copy_(merged if guide is None else torch.where(agreeing(anchor, guide), merged, gradient))
 
 
-def build_merger(cfg: MergerConfig) -> Merger:
-    """The one place where a merger is chosen."""
+def build_merger(cfg: MergerConfig, keep: Keep = list) -> Merger:
+    """The one place where a merger is chosen; ``keep``: how it keeps what lasts between ticks."""
     if cfg.kind == "signed_ema":
         return SignedEma(cfg.alpha)
     if cfg.kind == "delayed_ef":
-        return DelayedEf(cfg.lam)
+        return DelayedEf(cfg.lam, keep)
     return NoMerger()
 
 
@@ -160,23 +162,23 @@ class AnchorMemory:
 
     has_size = True
 
-    def __init__(self, beta: float) -> None:
-        self._beta = beta
-        self.m: Shards | None = None
+    def __init__(self, beta: float, keep: Keep = list) -> None:
+        self._beta, self._keep = beta, keep
+        self.m: Signal | None = None
 
-    def arrive(self, gradients: Signal) -> Shards:
+    def arrive(self, gradients: Signal) -> Signal:
         """M <- beta * M + (1 - beta) * g, the first g taken whole; returns M."""
         if self.m is None:
-            self.m = [gradient.float().clone() for gradient in gradients]
+            self.m = self._keep(gradient.float().clone() for gradient in gradients)
         else:
-            self.m = [ema(old, new, self._beta) for old, new in zip(self.m, gradients, strict=True)]
+            self.m = self._keep(ema(old, new, self._beta) for old, new in zip(self.m, gradients, strict=True))
         return self.m
 
     def state_dict(self) -> dict[str, Any]:
-        return {"m": self.m}
+        return {"m": stored(self.m)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.m = state["m"]
+        self.m = None if state["m"] is None else self._keep(state["m"])
 
 
 class SignMemory:
@@ -184,7 +186,8 @@ class SignMemory:
 
     has_size = False
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self.m: PackedSigns | None = None
 
     def arrive(self, gradients: Signal) -> PackedSigns:
@@ -196,7 +199,7 @@ class SignMemory:
         return {"m": None if self.m is None else self.m.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.m = None if state["m"] is None else PackedSigns.from_state(state["m"])
+        self.m = None if state["m"] is None else PackedSigns.from_state(state["m"], self._device)
 
 
 class Memory(Protocol):
@@ -215,6 +218,13 @@ class Memory(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def build_memory(anchor: AnchorConfig, merger: MergerConfig) -> Memory:
-    """The one place where it is chosen how M is kept."""
-    return SignMemory() if merger.packed_signs else AnchorMemory(anchor.beta)
+def build_memory(
+    anchor: AnchorConfig, merger: MergerConfig, keep: Keep = list, device: torch.device | None = None
+) -> Memory:
+    """The one place where it is chosen how M is kept.
+
+    Args:
+        keep: where, unless it is packed.
+        device: of the gradients.
+    """
+    return SignMemory(device) if merger.packed_signs else AnchorMemory(anchor.beta, keep)

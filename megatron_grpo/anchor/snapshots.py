@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+from megatron_grpo.ops.host import Keep
+from megatron_grpo.ops.signs import Signal
+
 Shards = list[torch.Tensor]
 
 
@@ -20,13 +23,18 @@ class Snapshot:
 
     weights: Shards
     batch: Any
-    fast: Shards | None = None
+    fast: Signal | None = None
 
 
 class Snapshots:
-    """Remembered ticks, in order; a tick is forgotten once it has been replayed."""
+    """Remembered ticks, in order; a tick is forgotten once it has been replayed.
 
-    def __init__(self) -> None:
+    Args:
+        keep: how fast gradients out of a checkpoint are kept.
+    """
+
+    def __init__(self, keep: Keep = list) -> None:
+        self._keep = keep
         self._held: dict[int, Snapshot] = {}
 
     def __len__(self) -> int:
@@ -55,3 +63,5 @@ class Snapshots:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._held = dict(state["held"])
+        for snapshot in self._held.values():
+            snapshot.fast = None if snapshot.fast is None else self._keep(snapshot.fast)

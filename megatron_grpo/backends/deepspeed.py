@@ -8,6 +8,7 @@ place. A rule that works elementwise on shards is the same rule at every ZeRO st
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
@@ -24,9 +25,10 @@ from megatron_grpo.backends.apex import nvidia_apex_available
 from megatron_grpo.backends.data_link import DataLink
 from megatron_grpo.backends.patching import replaced
 from megatron_grpo.boundary.crossing import Pass
-from megatron_grpo.config import OptimConfig
+from megatron_grpo.config import OptimConfig, offloads
 from megatron_grpo.conversion.engine_files import STATES, State
 from megatron_grpo.conversion.fragments import Fragment
+from megatron_grpo.ops.host import host_copy
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import ParallelGroups
 
@@ -110,15 +112,49 @@ def deepspeed_runtime(groups: ParallelGroups) -> Iterator[None]:
         yield
 
 
+def cut_at_once(groups: ParallelGroups, settings: dict[str, Any]) -> Callable[[torch.nn.Parameter], None]:
+    """What ZeRO 3 does to a parameter, to be called as soon as it has its values: no rank ever holds its stage whole.
+
+    What it returns is collective over the data-parallel group, whose first rank's values count; below ZeRO 3 it does
+    nothing. Call inside :func:`deepspeed_runtime`.
+
+    The parameters are converted by ``zero.Init``, one after another, but the module is not built in its context: that
+    makes RoPE's frequencies as short as the weights are, and Megatron writes to a tied head after it is cut.
+    """
+    if settings["zero_optimization"]["stage"] < 3:
+        return lambda parameter: None
+    deepspeed.init_distributed(dist_init_required=False)
+    dtype = torch.bfloat16 if settings["bf16"]["enabled"] else torch.float32
+    cut: list[torch.nn.Parameter] = []
+
+    def convert(parameter: torch.nn.Parameter) -> None:
+        parameter.data = parameter.data.to(dtype)  # as the engine does with whole ones
+        if cut:
+            cut[0].convert_to_zero_parameters([parameter])
+        else:
+            one = torch.nn.ParameterList([parameter])
+            deepspeed.zero.Init(one, data_parallel_group=groups.data, config_dict_or_path=settings, mpu=Mpu(groups))
+        cut.append(parameter)
+
+    return convert
+
+
 def _backend_module() -> ModuleType:
     """``deepspeed.comm.torch``, which as an attribute is hidden by the torch that its package imports."""
     return import_module("deepspeed.comm.torch")
 
 
-def _adamw(module: torch.nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW; NVIDIA Apex's fused one where that is installed and the weights are on a GPU."""
+def _adamw(module: torch.nn.Module, optim: OptimConfig, *, on_host: bool) -> torch.optim.Optimizer:
+    """AdamW; NVIDIA Apex's fused one where that is installed and steps on a GPU.
+
+    Args:
+        on_host: it steps what DeepSpeed offloads to the host; beside a GPU in torch's fused loop, which vectorises.
+    """
     kind: Any = torch.optim.AdamW
-    if nvidia_apex_available() and next(module.parameters()).is_cuda:
+    is_cuda = next(module.parameters()).is_cuda
+    if is_cuda and on_host:
+        kind = partial(torch.optim.AdamW, fused=True)
+    elif is_cuda and nvidia_apex_available():
         kind = import_module("apex.optimizers").FusedAdam
     optimizer: torch.optim.Optimizer = kind(
         module.parameters(),
@@ -158,8 +194,10 @@ class PolicyEngine:
         self._tied_copy = tied_copy
         self.data_link = data_link
         assert data_link is None or self.zero_stage < 2, "config.checks refuses it"
-        optimizer = _adamw(module, optim)
+        self._offloads = offloads(settings, "optimizer")
+        optimizer = _adamw(module, optim, on_host=self._offloads)
         self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._by_name: dict[str | None, torch.nn.Parameter] = {name: x for x, name in self._names.items()}
         self._parameters = list(self._names)
         settings = {key: value for key, value in settings.items() if key != "optimizer"}
         self.engine, *_ = deepspeed.initialize(
@@ -191,9 +229,17 @@ class PolicyEngine:
                 assert parameter.grad is not None
                 sum_over(parameter.grad, self.groups.data).div_(self.groups.layout.data)
             return
-        with self.engine.coalesce_grad_reduction():
+        with self._reduced_once():
             yield
             finish()
+
+    @contextmanager
+    def _reduced_once(self) -> Iterator[None]:
+        """At the end of the block the engine averages and cuts up what its backward passes have added up."""
+        with self.engine.coalesce_grad_reduction():
+            yield
+        if self._offloads:
+            get_accelerator().synchronize()  # gradients are on their way to the host
 
     @contextmanager
     def _already_averaged(self) -> Iterator[None]:
@@ -205,7 +251,7 @@ class PolicyEngine:
             yield
             return
         nothing = replaced(self.engine.optimizer, "average_tensor", lambda tensor, dtype: None)
-        with nothing, self.engine.coalesce_grad_reduction():
+        with nothing, self._reduced_once():
             yield
 
     def gradients(self) -> Shards:
@@ -216,6 +262,12 @@ class PolicyEngine:
         """Gradient shards with the parameter each belongs to (``None``: padding at the end of a partition)."""
         if self.zero_stage == 0:
             return [(parameter.grad, parameter) for parameter in self._parameters]
+        if self._offloads:
+            return [
+                (_part(flat.grad, start, fragment.shape), self._by_name.get(fragment.name))
+                for flat, places in self._masters()
+                for fragment, start in places
+            ]
         optimizer = self.engine.optimizer
         members = optimizer.params_in_partition if self.zero_stage < 3 else optimizer.fp16_groups
         pairs: list[tuple[torch.Tensor, torch.nn.Parameter | None]] = []
@@ -238,11 +290,16 @@ class PolicyEngine:
 
     def gradient_norm(self) -> torch.Tensor:
         """L2 norm of the whole model's gradient, fp64 scalar. Collective: every rank."""
-        total = torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
+        total = torch.zeros((), dtype=torch.float64, device=self.gradient_device)
         for gradient, counts in zip(self.gradients(), self.counted_once(), strict=True):
             if counts:
                 total += gradient.double().square().sum()
-        return sum_over(total, self.groups.policy).sqrt()
+        return sum_over(total.to(self._parameters[0].device), self.groups.policy).sqrt()
+
+    @property
+    def gradient_device(self) -> torch.device:
+        """Where :meth:`gradients` are: in host memory with the optimizer that is offloaded to it."""
+        return torch.device("cpu") if self._offloads else self._parameters[0].device
 
     def step(self, lr: float) -> None:
         """One optimizer step from :meth:`gradients`, which are consumed. Collective over the data-parallel group."""
@@ -257,6 +314,8 @@ class PolicyEngine:
         if self.zero_stage == 0:
             return
         optimizer = self.engine.optimizer
+        if self._offloads:
+            optimizer.reset_cpu_buffers()
         for number in list(optimizer.averaged_gradients):
             optimizer.averaged_gradients[number] = None
         if self.zero_stage < 3:
@@ -266,25 +325,39 @@ class PolicyEngine:
         else:
             optimizer.micro_step_id = 0
             optimizer._epilogue_ran_this_backward = False
+            # A step would let go of every parameter; the embedding, whose input has no gradient, is still held.
+            optimizer.empty_partition_cache()
 
-    def weights(self) -> Shards:
-        """A copy of the weights as this rank holds them (ZeRO 3: its partition)."""
-        return [tensor.clone() for tensor in self._weight_storage()]
+    def weights(self, *, on_host: bool = False) -> Shards:
+        """A copy of the weights as this rank holds them (ZeRO 3: its partition), in host memory if so asked."""
+        return [host_copy(tensor) if on_host else tensor.clone() for tensor in self._weight_storage()]
 
     @contextmanager
     def at_weights(self, weights: Shards) -> Iterator[None]:
-        """Inside the block the module has other weights; afterwards its own again, bit for bit."""
-        live = self.weights()
-        self._load(weights)
+        """Inside the block the module has other weights, and ``weights`` has the module's; then back, bit for bit.
+
+        Changing places takes the memory of one shard.
+        """
+        self._swap(weights)
         try:
             yield
         finally:
-            self._load(live)
+            self._swap(weights)
+
+    def _swap(self, weights: Shards) -> None:
+        self._forget_gathered()
+        for mine, other in zip(self._weight_storage(), weights, strict=True):
+            before = mine.clone()
+            mine.copy_(other)
+            other.copy_(before)
+
+    def _forget_gathered(self) -> None:
+        """A parameter that a pass left gathered would go on with the weights of that pass."""
+        if self.zero_stage == 3:
+            self.engine.optimizer.empty_partition_cache()
 
     def _load(self, weights: Shards) -> None:
-        if self.zero_stage == 3:
-            # A parameter that a pass left gathered would go on with the weights of that pass.
-            self.engine.optimizer.empty_partition_cache()
+        self._forget_gathered()
         for target, source in zip(self._weight_storage(), weights, strict=True):
             target.copy_(source)
 
@@ -370,6 +443,10 @@ class PolicyEngine:
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return ((self._names[parameter], parameter) for parameter in self._parameters)
 
+    def whole_bytes(self) -> int:
+        """Of the stage's weights on this tensor rank, were they whole."""
+        return sum(getattr(x, "ds_numel", x.numel()) * x.itemsize for x in self._parameters)
+
     @contextmanager
     def whole_parameters(self, *some: torch.nn.Parameter) -> Iterator[None]:
         """Inside the block these parameters, or all, are whole on every rank. Collective: the data-parallel group."""
@@ -388,6 +465,11 @@ class PolicyEngine:
         loaded, _ = self.engine.load_checkpoint(str(folder), tag=tag)
         if loaded is None:
             raise FileNotFoundError(f"no engine state in {folder / tag}")
+
+
+def _part(flat: torch.Tensor | None, start: int, shape: torch.Size) -> torch.Tensor:
+    assert flat is not None, "an offloaded optimizer's gradients lie in its own buffers"
+    return flat[start : start + shape.numel()].view(shape)
 
 
 def _whole_fragment(name: str, parameter: torch.nn.Parameter) -> Fragment:

@@ -169,8 +169,12 @@ class RowCache:
             "slots": None if table is None else table.slot_OL,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Take over what :meth:`state_dict` gave; ``device`` is that of the rows to come."""
         self.dense, self._lost = state["dense"], set(state["lost"])
         self._held, self._row_bytes = Counter(state["held"]), state["row_bytes"]
         self._chunks = []
-        self._table = None if state["rows"] is None else self._stored([state["rows"]], state["slots"])
+        self._table = None
+        if state["rows"] is not None:
+            rows = state["rows"].to(device if self._settings.place == "device" else "cpu")
+            self._table = self._stored([rows], state["slots"].to(device))

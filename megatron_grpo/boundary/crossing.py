@@ -299,12 +299,12 @@ class Boundaries:
             for index, crossing in self.crossings.items()
         }
 
-    def load_caches(self, state: dict[str, Any], settings: CacheSettings) -> None:
+    def load_caches(self, state: dict[str, Any], settings: CacheSettings, device: torch.device) -> None:
         """Inverse of :meth:`caches_dict`."""
         for index, crossing in self.crossings.items():
             for step, saved in state[str(index)].items():
                 crossing.caches[step] = cache = RowCache(settings, dense=saved["dense"])
-                cache.load_state_dict(saved)
+                cache.load_state_dict(saved, device)
 
     def commit(self) -> None:
         """Put what is staged to use, on every stage at the same moment."""

@@ -1,7 +1,7 @@
 """Configuration: sections, loading, checks, DeepSpeed settings. Imports neither torch nor an engine."""
 
 from .checks import check_config
-from .engine import deepspeed_settings
+from .engine import deepspeed_settings, offloads
 from .errors import ConfigError
 from .files import holds_sizes_alone
 from .loading import load_config, write_resolved
@@ -53,6 +53,7 @@ __all__ = [
     "holds_sizes_alone",
     "layer_split",
     "load_config",
+    "offloads",
     "reward_name",
     "write_resolved",
 ]

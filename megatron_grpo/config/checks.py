@@ -391,6 +391,11 @@ def _engine(config: Config) -> list[str]:
         errors = conflicts(config, read_settings(config))
     except ConfigError as error:
         return [str(error)]
+    if config.rollout.gather != "auto" and config.zero_stage < 3:
+        errors.append(
+            f"rollout.gather={config.rollout.gather}: does nothing below ZeRO 3, and deepspeed.config="
+            f"{config.deepspeed.config} has stage {config.zero_stage}; leave it out"
+        )
     if config.model.dtype == "bfloat16" and config.zero_stage == 0:
         errors.append(
             "model.dtype=bfloat16: ZeRO 0 keeps no float32 masters, so that small updates are lost; "

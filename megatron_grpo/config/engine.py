@@ -1,6 +1,7 @@
 """The DeepSpeed file: what it may say beside the config, and the settings the engine is started with."""
 
 import json
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,32 @@ def read_settings(config: Config) -> Settings:
     return settings
 
 
+def offloads(settings: Settings, part: str) -> bool:
+    """Whether DeepSpeed keeps that part, ``optimizer`` or ``param``, in host memory."""
+    return bool(_get(settings, ("zero_optimization", f"offload_{part}", "device")) == "cpu")
+
+
+def _offload_errors(file: str, settings: Settings) -> Iterator[str]:
+    """What an offload section asks for that is not done here."""
+    stage = _get(settings, ("zero_optimization", "stage")) or 0
+    for part, least in (("optimizer", 1), ("param", 3)):
+        key = f"zero_optimization.offload_{part}"
+        section = _get(settings, ("zero_optimization", f"offload_{part}"))
+        if section is None:
+            continue
+        device = section.get("device", "none") if isinstance(section, dict) else section
+        if device not in ("none", "cpu"):
+            yield f'{file}: {key}.device is {device} but only host memory is used; set it to "cpu" or "none"'
+        elif device == "cpu" and stage < least:
+            yield f"{file}: {key} needs ZeRO {least} or more and the stage is {stage}; remove it or raise the stage"
+        elif device == "cpu" and section.get("ratio", 1.0) != 1.0:
+            yield f"{file}: {key}.ratio is {section['ratio']} but all of it is offloaded here; set it to 1.0"
+    for old in ("cpu_offload", "cpu_offload_params"):
+        if _get(settings, ("zero_optimization", old)):
+            new = "offload_optimizer" if old == "cpu_offload" else "offload_param"
+            yield f'{file}: zero_optimization.{old} is an old name; write {new}: {{"device": "cpu"}}'
+
+
 def conflicts(config: Config, settings: Settings) -> list[str]:
     """An error line for each key of the DeepSpeed file that contradicts the config; "auto" always agrees."""
     file = f"deepspeed.config={config.deepspeed.config}"
@@ -39,6 +66,7 @@ def conflicts(config: Config, settings: Settings) -> list[str]:
         value = _get(settings, path)
         if value not in (None, AUTO) and value != wanted:
             errors.append(f'{file}: {".".join(path)} is {value} but {source}; set it to "auto" or {json.dumps(wanted)}')
+    errors += _offload_errors(file, settings)
     schedule = settings.get("scheduler")
     if isinstance(schedule, dict) and any(value != AUTO for value in schedule.get("params", {}).values()):
         errors.append(f"{file}: scheduler is set but the schedule is optim.warmup_ticks; remove it")
@@ -74,7 +102,10 @@ def _governed(config: Config) -> list[tuple[tuple[str, ...], Any, str]]:
     """Keys of the DeepSpeed file that the config decides: (path, value, where the value comes from)."""
     optim, rows, data = config.optim, config.rows_per_minibatch, config.parallel.data
     half = config.model.dtype == "bfloat16"
-    geometry = f"grpo and parallel give {rows} sequences a tick to each of {data} data-parallel ranks"
+    geometry = (
+        f"grpo and parallel give train_batch_size {rows * data} = {rows} a tick and rank "
+        f"(train_micro_batch_size_per_gpu) x 1 (gradient_accumulation_steps) x {data} data-parallel ranks"
+    )
     schedule = "Megatron's schedule accumulates micro-batches"
     adam = ("optimizer", "params")
     return [

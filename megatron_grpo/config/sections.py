@@ -239,6 +239,9 @@ class AnchorConfig(Section):
     """M <- beta*M + (1-beta)*g_anchor."""
     bootstrap: Literal["random", "dense"] = "random"
     """The basis before the first refresh: random, or fitted in one uncompressed tick."""
+    place: Literal["device", "cpu"] = "device"
+    """Where M, snapshots and what else the anchor remembers between ticks lie; cpu: in host memory, pinned on a machine
+    with GPUs. Packed signs stay on the device."""
     alarm: Literal["off", "warn", "adapt", "stop"] = "warn"
     """What happens when the run looks like collapsing: a note, less weight for M, or the end of the run."""
 
@@ -322,6 +325,9 @@ class RolloutConfig(Section):
     gap_limit: PositiveFloat = 0.1
     """Mean difference of a token's log-prob between dense and coded boundaries, in nats, up to which auto samples
     through the codec."""
+    gather: Literal["auto", "once", "layer"] = "auto"
+    """How a ZeRO 3 stage comes by its weights for sampling: once for the whole rollout, or layer by layer at every
+    token; auto: once where it fits into half of what memory is free."""
     in_flight: Positive | None = None
     """Micro-batches under way at once; parallel.pipeline when absent."""
     micro_batches: Positive | None = None

@@ -9,6 +9,7 @@ import torch
 from megatron_grpo.conversion.families import ModelShape
 from megatron_grpo.conversion.folders import fresh_directory
 from megatron_grpo.conversion.names import (
+    Weight,
     check_tensor_size,
     embedding_name,
     stage_table,
@@ -29,8 +30,8 @@ def stage_weights(
     tensor_rank: int,
     tensor_size: int,
     dtype: torch.dtype,
-) -> dict[str, torch.Tensor]:
-    """The Megatron parameters of one rank, as fresh contiguous CPU tensors of ``dtype``.
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The Megatron parameters of one rank with their names, one by one, as fresh contiguous CPU tensors of ``dtype``.
 
     Args:
         source: of this very ``shape``, which opening it has checked.
@@ -42,12 +43,14 @@ def stage_weights(
         ConfigError: ``tensor_size`` cuts a KV group.
     """
     check_tensor_size(shape, tensor_size)
-    return {
-        weight.megatron: slice_of(
-            to_megatron(source.parts(weight), weight, shape), weight, shape, tensor_rank, tensor_size
-        ).to(dtype, copy=True, memory_format=torch.contiguous_format)
-        for weight in stage_table(shape, layers, first=first, last=last)
-    }
+
+    def mine(weight: Weight) -> torch.Tensor:
+        whole = to_megatron(source.parts(weight), weight, shape)
+        return slice_of(whole, weight, shape, tensor_rank, tensor_size).to(
+            dtype, copy=True, memory_format=torch.contiguous_format
+        )
+
+    return ((weight.megatron, mine(weight)) for weight in stage_table(shape, layers, first=first, last=last))
 
 
 def read_embedding(directory: Path, shape: ModelShape) -> torch.Tensor:

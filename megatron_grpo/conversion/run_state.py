@@ -248,8 +248,13 @@ class UniversalState:
                 ranks = ends[ENDS[end]]
                 same = wanted.layout.data == len(ranks)
                 state[index] = ranks[at.data] if same else _with_mean_remainders(ranks)
-        tensor = self._run.get("tensor_link")  # of any stage: a layer's bases are alike on every rank
-        return state | {"tensor": tensor} if tensor else state
+        return state | {"tensor": self.tensor_link} if self.tensor_link else state
+
+    @property
+    def tensor_link(self) -> Tree:
+        """``TensorBases.state_dict()`` of every layer, the same at any topology; empty where there are none."""
+        bases: Tree = self._run.get("tensor_link", {})
+        return bases
 
     def steps(
         self,

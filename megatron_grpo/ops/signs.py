@@ -46,10 +46,12 @@ class PackedSigns(Sequence[torch.Tensor]):
         return {"shapes": self._shapes, "above": self._above, "nonzero": self._nonzero}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "PackedSigns":
-        """What ``state_dict`` wrote."""
+    def from_state(cls, state: dict[str, Any], device: torch.device | None = None) -> "PackedSigns":
+        """What ``state_dict`` wrote, on ``device`` or where it lies."""
         signs = cls([])
-        signs._shapes, signs._above, signs._nonzero = state["shapes"], state["above"], state["nonzero"]
+        above = [packed.to(device) for packed in state["above"]]
+        nonzero = [None if packed is None else packed.to(device) for packed in state["nonzero"]]
+        signs._shapes, signs._above, signs._nonzero = state["shapes"], above, nonzero
         return signs
 
 

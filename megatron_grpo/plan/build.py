@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from megatron_grpo.config import Config
@@ -23,7 +24,7 @@ class Plan:
 
     Attributes:
         parameters: of the whole model.
-        time, dense: a step of this config, and of the same with plain bfloat16 boundaries and no anchor.
+        links, time: of this config; ``dense_links`` and ``dense`` of the same with bfloat16 boundaries, no anchor.
         by_codec: bytes of a step that samples through the codec, where ``rollout.path`` leaves it open.
     """
 
@@ -33,11 +34,11 @@ class Plan:
     sizes: list[StageSize]
     engine: Engine
     placement: Placement
-    rates: Rates
     device: Device
     lengths: Lengths
     memory: list[StageMemory]
     links: list[LinkLoad]
+    dense_links: list[LinkLoad]
     time: StepTime
     dense: StepTime
     by_codec: dict[str, float] | None
@@ -62,7 +63,10 @@ class Plan:
                 "in_flight": self.config.in_flight,
                 "tokens": asdict(self.lengths),
             },
-            "links": [asdict(load) for load in self.links],
+            "links": [
+                asdict(load) | {"dense_bytes": dense.bytes}
+                for load, dense in zip(self.links, self.dense_links, strict=True)
+            ],
             "bytes_per_step": {"config": dict(self.time.bytes), "dense": dict(self.dense.bytes)},
             "memory": [
                 {"stage": stage, "parts": entry.parts, "peak": entry.peak, "host": entry.host}
@@ -102,6 +106,9 @@ def build_plan(config: Config, hosts: Sequence[Host], rates: Rates, device: Devi
     sizes = stage_sizes(shape, pipeline=config.pipeline_ranks, tensor=config.parallel.tensor)
     placement = placement_of(config, hosts)
     network = placement.network(rates)
+    loads = partial(
+        link_loads, shape=shape, sizes=sizes, lengths=lengths, engine=engine, placement=placement, rates=rates
+    )
     by_codec = config.model_copy(update={"rollout": config.rollout.model_copy(update={"path": "codec"})})
     return Plan(
         config=config,
@@ -110,11 +117,11 @@ def build_plan(config: Config, hosts: Sequence[Host], rates: Rates, device: Devi
         sizes=sizes,
         engine=engine,
         placement=placement,
-        rates=rates,
         device=device,
         lengths=lengths,
         memory=stage_memory(config, shape),
-        links=link_loads(config, shape, sizes, lengths, engine, placement, rates),
+        links=loads(config),
+        dense_links=loads(uncompressed(config)),
         time=step_time(config, shape, lengths, network, device),
         dense=step_time(uncompressed(config), shape, lengths, network, device),
         by_codec=step_bytes(by_codec, shape, lengths) if config.rollout.path == "auto" else None,

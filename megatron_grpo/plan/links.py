@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
 
-from megatron_grpo.config import Config
+from megatron_grpo.config import DIRECTIONS, Config
 from megatron_grpo.conversion.families import ModelShape
 
 from .network import Line, Placement, Rates
 from .sizes import BYTES, StageSize
-from .traffic import Lengths, step_bytes, training_passes
+from .sums import gradient_payload, tensor_basis_bytes, tensor_row
+from .traffic import Lengths, basis_traffic, samples_by_codec, step_bytes, training_passes
 from .zero import Engine
 
 
@@ -20,7 +21,7 @@ class LinkLoad:
     Attributes:
         name: which link or links, and ``where`` they are.
         carries: in words.
-        path: its rate for one pair of ranks.
+        line: its rate for one pair of ranks.
         bytes: payload a tick: of a boundary all replicas', of a group what each rank hands in.
         seconds: that the bytes alone take, one after the other.
     """
@@ -28,13 +29,14 @@ class LinkLoad:
     name: str
     where: str
     carries: str
-    path: Line
+    line: Line
     bytes: float
     seconds: float
 
 
 def link_loads(
     config: Config,
+    *,
     shape: ModelShape,
     sizes: list[StageSize],
     lengths: Lengths,
@@ -46,12 +48,12 @@ def link_loads(
     network, ticks, parallel = placement.network(rates), config.grpo.minibatches, config.parallel
     loads = []
     total = sum(step_bytes(config, shape, lengths).values()) / ticks
-    places = [(_hosts(placement, stage), path) for stage, path in enumerate(network.boundaries)]
-    for (where, path), stages in groupby(range(len(places)), key=lambda stage: places[stage]):
+    places = [(_hosts(placement, stage), line) for stage, line in enumerate(network.boundaries)]
+    for (where, line), stages in groupby(range(len(places)), key=lambda stage: places[stage]):
         numbers = list(stages)
         each = total / len(places)
         carries = "activations, their gradients, sampled ids"
-        loads.append(_load(_boundaries(numbers), where, carries, path, each, each / parallel.data))
+        loads.append(_load(_boundaries(numbers), where, carries, line, each, each / parallel.data))
     if parallel.tensor > 1:
         summed = max(tensor_bytes(config, shape, size, lengths) for size in sizes) / ticks
         seconds = network.tensor.ring(summed, parallel.tensor)
@@ -59,7 +61,7 @@ def link_loads(
             LinkLoad("tensor groups", "inside hosts", "sums of partial outputs", network.tensor, summed, seconds)
         )
     if parallel.data > 1:
-        averaged = data_bytes(config, max(size.parameters for size in sizes), engine, shape) / ticks
+        averaged = max(data_bytes(config, size, engine, shape) for size in sizes) / ticks
         where = "between hosts" if placement.data_shared() else "inside hosts"
         seconds = network.data.gather(averaged, parallel.data)
         carries = {0: "gradients", 3: "gradients, gathered weights"}.get(engine.stage, "gradients, updated weights")
@@ -73,9 +75,9 @@ def link_loads(
     return loads
 
 
-def _load(name: str, where: str, carries: str, path: Line, size: float, alone: float) -> LinkLoad:
-    """``alone``: of the bytes, those of one pair of ranks; the path's rate is its own."""
-    return LinkLoad(name, where, carries, path, size, path.seconds(alone))
+def _load(name: str, where: str, carries: str, line: Line, size: float, alone: float) -> LinkLoad:
+    """``alone``: of the bytes, those of one pair of ranks; the line's rate is its own."""
+    return LinkLoad(name, where, carries, line, size, line.seconds(alone))
 
 
 def _boundaries(stages: list[int]) -> str:
@@ -95,28 +97,32 @@ def _hosts(placement: Placement, stage: int) -> str:
 
 def tensor_bytes(config: Config, shape: ModelShape, size: StageSize, lengths: Lengths) -> float:
     """What a tensor rank hands into sums in one step: two a layer forward and two backward, on every column."""
-    number = BYTES[config.model.dtype] * shape.hidden
-    rows = config.rows_per_minibatch * lengths.columns
-    again = config.model.recompute
-    passes = training_passes(config, shape.hidden)
-    trained = sum(part.count * (1 + (part.backward is not None) * (1 + again)) for part in passes) * rows
+    hidden, rows = shape.hidden, config.rows_per_minibatch * lengths.columns
+    total = 0.0
+    for part in training_passes(config, hidden):
+        forward, backward = (tensor_row(config, hidden, side, coded=part.coded) for side in DIRECTIONS)
+        trains = part.backward is not None
+        total += part.count * rows * (forward * (1 + (trains and config.model.recompute)) + backward * trains)
     batch = ceil(config.sequences_per_step / config.parallel.data / config.sampling_micro_batches)
     sampled = batch * config.sampling_micro_batches * lengths.columns
-    return 2 * len(size.layers) * number * (trained + sampled)
+    total += sampled * tensor_row(config, hidden, "forward", coded=samples_by_codec(config))
+    learned = basis_traffic(config, hidden).refreshes * tensor_basis_bytes(config.boundary, size, hidden)
+    return 2 * len(size.layers) * total + learned
 
 
-def data_bytes(config: Config, parameters: int, engine: Engine, shape: ModelShape) -> float:
+def data_bytes(config: Config, size: StageSize, engine: Engine, shape: ModelShape) -> float:
     """What a ring moves for a rank in one step, in halves: a gradient's sum is two, a gather or a scatter one.
 
     Multiply by (ranks - 1) / ranks for the bytes that really leave a rank.
     """
-    weights, ticks = parameters * BYTES[config.model.dtype], config.grpo.minibatches
-    gradients = parameters * engine.gradient_bytes * (1 if engine.stage > 1 else 2)
+    weights, ticks = size.parameters * BYTES[config.model.dtype], config.grpo.minibatches
     passes = training_passes(config, shape.hidden)
-    total = sum(part.count for part in passes if part.backward is not None) * gradients
+    halves = 1 if engine.stage > 1 else 2
+    trains = [part for part in passes if part.backward is not None]
+    total = sum(part.count * halves * gradient_payload(config, size, engine, part) for part in trains)
     if engine.stage in (1, 2):
         total += ticks * weights
     if engine.stage == 3:
-        gathers = sum(part.count * (1 + (part.backward is not None)) for part in passes) * config.micro_batches
+        gathers = sum(part.count for part in [*passes, *trains]) * config.micro_batches
         total += (gathers + 1) * weights
     return total

@@ -12,6 +12,7 @@ from megatron_grpo.config import DIRECTIONS, BoundaryConfig, Config, Direction
 from megatron_grpo.conversion.families import ModelShape
 
 from .sizes import BYTES, StageSize, stage_sizes
+from .sums import residual_bytes, tensor_basis_bytes
 from .traffic import PACKED_BITS, fit_size, longest_lengths, moments_size, waterfill_channels
 from .zero import Engine, read_engine
 
@@ -69,7 +70,7 @@ class _Stage:
             **self._gathered(),
             "KV cache": self._cache(),
             "gradients": float(self._size.parameters * self._b),
-            "averaged gradients": self._shard * engine.gradient_bytes if engine.stage else 0.0,
+            "averaged gradients": self._averaged(),
             "activations": self._activations(),
             "logits": self._logits(),
         }
@@ -83,6 +84,12 @@ class _Stage:
             {name: size for name, size in there.items() if name not in moved},
             {name: size for name, size in there.items() if name in moved},
         )
+
+    def _averaged(self) -> float:
+        """Shards as the optimizer takes them; ZeRO 3 moves a second copy of them to the host."""
+        engine = self._engine
+        copies = 2 if engine.stage == 3 and engine.optimizer_on_host else min(engine.stage, 1)
+        return copies * self._shard * engine.gradient_bytes
 
     def _gathered(self) -> dict[str, float]:
         """ZeRO 3: whole weights beside the shares, of the stage or of a layer."""
@@ -136,14 +143,17 @@ class _Stage:
         return rows * (2 * self._b * lengths.columns + 3 * FP32 * lengths.longest)
 
     def _codecs(self) -> float:
-        """Of the boundaries that this rank is an end of."""
+        """Of the boundaries that this rank is an end of, of its sums over tensor ranks and of its gradients."""
         config = self._config
         if config.parallel.placement == "one_process":
             ends = 2 * (config.parallel.pipeline - 1)
         else:
             ends = (self._number > 0) + (self._number < self._stages - 1)
         rows = config.train.micro_batch * longest_lengths(config).columns
-        return ends * codec_bytes(config.boundary, self._shape, rows)
+        links = tensor_basis_bytes(config.boundary, self._size, self._shape.hidden)
+        return (
+            ends * codec_bytes(config.boundary, self._shape, rows) + links + residual_bytes(config.boundary, self._size)
+        )
 
 
 def codec_bytes(boundary: BoundaryConfig, shape: ModelShape, rows: float) -> float:

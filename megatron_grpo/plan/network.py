@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 
 from megatron_grpo.config import Config, ConfigError
-from megatron_grpo.launch.hosts import Host
+from megatron_grpo.launch.hosts import Host, rank_hosts, select
 from megatron_grpo.parallel.placement import check_tensor_hosts
 
 FRAME = 1514 / 1448
@@ -83,7 +83,7 @@ class Rates:
     local_bit_s: float = inf
     local_latency_s: float = 0.0
 
-    def path(self, *, between: bool, shared: int = 1) -> Line:
+    def line(self, *, between: bool, shared: int = 1) -> Line:
         """A link that ``shared`` pairs of ranks use at the same time, if it is one between hosts."""
         if between:
             return Line(self.link_bit_s, self.latency_s, shared)
@@ -133,10 +133,10 @@ class Placement:
         ends = self.boundary_shared(0, self.pipeline - 1) if self.pipeline > 1 else 0
         groups = self.data_shared()
         return Network(
-            boundaries=tuple(rates.path(between=count > 0, shared=count) for count in shared),
-            tensor=rates.path(between=False),
-            data=rates.path(between=groups > 0, shared=groups),
-            embedding=rates.path(between=ends > 0, shared=ends),
+            boundaries=tuple(rates.line(between=count > 0, shared=count) for count in shared),
+            tensor=rates.line(between=False),
+            data=rates.line(between=groups > 0, shared=groups),
+            embedding=rates.line(between=ends > 0, shared=ends),
         )
 
 
@@ -151,7 +151,7 @@ def placement_of(config: Config, hosts: Sequence[Host] = ()) -> Placement:
         ConfigError: the hosts have too few slots, or a tensor-parallel group would straddle two of them.
     """
     parallel = config.parallel
-    names = [host.name for host in hosts for _ in range(host.slots)]
+    names = rank_hosts(select(hosts))
     if hosts and len(names) < config.world_size:
         raise ConfigError(
             f"--hostfile: {len(hosts)} hosts have {len(names)} slots and the config needs {config.world_size} ranks; "

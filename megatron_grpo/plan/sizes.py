@@ -23,6 +23,7 @@ class StageSize:
         parameters: elements, vocabulary padding and copies of a tied embedding included.
         multiplied: those that every column is multiplied with (the head too, a looked-up embedding not).
         largest: elements of the largest layer.
+        matrices: rows and columns of each weight matrix.
         queries, keys, ffn, vocab: widths on this rank; ``vocab`` is 0 but on the last stage.
     """
 
@@ -30,10 +31,20 @@ class StageSize:
     parameters: int
     multiplied: int
     largest: int
+    matrices: tuple[tuple[int, ...], ...]
     queries: int
     keys: int
     ffn: int
     vocab: int
+
+    def factored(self, rank: int) -> int:
+        """Elements of its gradients where every matrix that this halves is a product of two factors of ``rank``."""
+        saved = [rows * columns - (rows + columns) * rank for rows, columns in self.worth_factoring(rank)]
+        return self.parameters - sum(saved)
+
+    def worth_factoring(self, rank: int) -> list[tuple[int, ...]]:
+        """Matrices of which two factors are less than half, as ``ops.lowrank.worth_compressing`` has it."""
+        return [(rows, columns) for rows, columns in self.matrices if 2 * (rows + columns) * rank < rows * columns]
 
     def flops(self, tokens: float, columns: float) -> float:
         """Operations of one forward pass: two a weight and token, and attention to ``columns`` columns.
@@ -71,12 +82,13 @@ def _stage(shape: ModelShape, layers: range, *, first: bool, last: bool, tensor:
     by_layer = [sum(elements(w) for w in weights if w.layer == layer) for layer in layers]
     tables = [elements(w) for w in weights if w.how == "vocab"]  # the embedding first, the head last
     looked_up = tables[0] if first and not (last and shape.tied) else 0
-    matrices = sum(elements(w) for w in weights if len(slice_shape(shape, w, tensor)) > 1)
+    matrices = tuple(size for w in weights if len(size := slice_shape(shape, w, tensor)) == 2)
     return StageSize(
         layers=layers,
         parameters=sum(map(elements, weights)),
-        multiplied=matrices - looked_up,
+        multiplied=sum(map(prod, matrices)) - looked_up,
         largest=max(by_layer),
+        matrices=matrices,
         queries=shape.heads * shape.head_dim // tensor,
         keys=shape.kv_groups * shape.head_dim // tensor,
         ffn=shape.ffn // tensor,

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import ceil, inf
 
-from megatron_grpo.config import Config
+from megatron_grpo.config import DIRECTIONS, Config, Direction
 from megatron_grpo.conversion.families import ModelShape
 
 from .network import Line, Network
 from .schedule import StageTimes, pass_seconds, prefill_seconds, round_seconds
 from .sizes import BYTES, StageSize, read_shape, stage_sizes
+from .sums import gradient_payload, tensor_basis_bytes, tensor_row
 from .traffic import (
     ID_BYTES,
     Lengths,
@@ -40,6 +41,7 @@ class Device:
         host_byte_s: of the host's memory, for an optimizer that was moved there.
         overhead_s: a layer and micro-batch of a training forward, whatever its size; twice as much backward.
         decode_overhead_s: a layer and micro-batch of a sampled column.
+        pass_overhead_s: a training pass with gradients, for what the engine does after it.
     """
 
     flop_s: float
@@ -47,6 +49,7 @@ class Device:
     host_byte_s: float = inf
     overhead_s: float = 0.0
     decode_overhead_s: float = 0.0
+    pass_overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ def predict(
     latency_s: float,
     overhead_s: float = 0.0,
     decode_overhead_s: float | None = None,
+    pass_overhead_s: float = 0.0,
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
     longest_response: float | None = None,
@@ -104,7 +108,7 @@ def predict(
         link_bit_s: of each link, frames included.
         device_flop_s: of a rank, as reached.
         latency_s: until a message begins to arrive.
-        overhead_s, decode_overhead_s: see :class:`Device`; the second is the first where it is left out.
+        overhead_s, decode_overhead_s, pass_overhead_s: see :class:`Device`; left out, the second is the first.
         prompt_tokens, response_tokens: means; the longest allowed where they are left out.
         longest_response: of a batch, which is how many columns are sampled; ``rollout.max_response`` by default.
 
@@ -114,9 +118,9 @@ def predict(
     most = longest_lengths(config)
     lengths = Lengths(prompt_tokens or most.prompt, response_tokens or most.response, longest_response or most.longest)
     decode = overhead_s if decode_overhead_s is None else decode_overhead_s
-    device = Device(device_flop_s, overhead_s=overhead_s, decode_overhead_s=decode)
-    path = Line(link_bit_s, latency_s)
-    network = Network((path,) * (config.pipeline_ranks - 1), embedding=path)
+    device = Device(device_flop_s, overhead_s=overhead_s, decode_overhead_s=decode, pass_overhead_s=pass_overhead_s)
+    line = Line(link_bit_s, latency_s)
+    network = Network((line,) * (config.pipeline_ranks - 1), embedding=line)
     return step_time(config, read_shape(config), lengths, network, device)
 
 
@@ -160,15 +164,20 @@ class _Step:
         config, lengths = self._config, self._lengths
         tokens = config.train.micro_batch * lengths.columns
         forward = [self._work(size, tokens, lengths.columns) for size in self._sizes]
-        reduced = [self._tensor_sums(size, tokens) for size in self._sizes]
+        summed, summed_back = (
+            [self._tensor_sums(size, tokens, side, coded=part.coded) for size in self._sizes] for side in DIRECTIONS
+        )
         again = config.model.recompute
         rows = config.train.micro_batch * lengths.rows
-        return pass_seconds(
+        after = self._device.pass_overhead_s if part.backward is not None else 0.0
+        return after + pass_seconds(
             StageTimes(
-                forward=[f + r for f, r in zip(forward, reduced, strict=True)],
-                backward=[(2 + again) * f + (1 + again) * r for f, r in zip(forward, reduced, strict=True)],
-                send=[path.seconds(rows * part.forward) for path in self._network.boundaries],
-                send_back=[path.seconds(rows * (part.backward or 0.0)) for path in self._network.boundaries],
+                forward=[f + s for f, s in zip(forward, summed, strict=True)],
+                backward=[
+                    (2 + again) * f + again * s + b for f, s, b in zip(forward, summed, summed_back, strict=True)
+                ],
+                send=[line.seconds(rows * part.forward) for line in self._network.boundaries],
+                send_back=[line.seconds(rows * (part.backward or 0.0)) for line in self._network.boundaries],
             ),
             config.micro_batches,
             backward=part.backward is not None,
@@ -177,9 +186,9 @@ class _Step:
     def _work(self, size: StageSize, tokens: float, columns: float) -> float:
         return size.flops(tokens, columns) / self._device.flop_s + len(size.layers) * self._device.overhead_s
 
-    def _tensor_sums(self, size: StageSize, tokens: float) -> float:
+    def _tensor_sums(self, size: StageSize, tokens: float, side: Direction, *, coded: bool) -> float:
         """All-reduces of one pass through a stage: two a layer."""
-        payload = tokens * self._shape.hidden * BYTES[self._config.model.dtype]
+        payload = tokens * tensor_row(self._config, self._shape.hidden, side, coded=coded)
         return 2 * len(size.layers) * self._network.tensor.ring(payload, self._config.parallel.tensor)
 
     def _rollout(self) -> float:
@@ -193,13 +202,13 @@ class _Step:
         ids = self._back(live * ID_BYTES)
         first = prefill_seconds(
             [self._column(size, batch, lengths.prompt, lengths.prompt) for size in self._sizes],
-            [path.seconds(batch * lengths.prompt * row) for path in self._network.boundaries],
+            [line.seconds(batch * lengths.prompt * row) for line in self._network.boundaries],
             config.in_flight,
         )
         seen = lengths.prompt + lengths.longest / 2
         later = round_seconds(
             [self._column(size, batch, 1, seen) for size in self._sizes],
-            [path.seconds(live * row) for path in self._network.boundaries],
+            [line.seconds(live * row) for line in self._network.boundaries],
             ids,
             config.in_flight,
         )
@@ -208,15 +217,18 @@ class _Step:
 
     def _back(self, payload: float) -> float:
         """The way of drawn ids from the last stage to the first."""
-        return max((path.seconds(payload) for path in self._network.boundaries), default=0.0)
+        return max((line.seconds(payload) for line in self._network.boundaries), default=0.0)
 
     def _column(self, size: StageSize, batch: int, columns: float, seen: float) -> float:
         """So many new columns of a micro-batch on one stage: products, or reading weights and caches if that is
         slower."""
         device, tokens, number = self._device, batch * columns, BYTES[self._config.model.dtype]
         cache = 2 * len(size.layers) * batch * size.keys * seen
+        coded = samples_by_codec(self._config)
         work = max(size.flops(tokens, seen) / device.flop_s, number * (size.multiplied + cache) / device.memory_byte_s)
-        return work + len(size.layers) * device.decode_overhead_s + self._tensor_sums(size, tokens)
+        return (
+            work + len(size.layers) * device.decode_overhead_s + self._tensor_sums(size, tokens, "forward", coded=coded)
+        )
 
     def _gathered(self, columns: float) -> float:
         """ZeRO 3: whole weights for sampling, once or for every column."""
@@ -231,16 +243,16 @@ class _Step:
     def _data(self, passes: list[PassBytes]) -> float:
         """Averages of gradients and spread weights over replicas, and the sum of a tied embedding's two gradients."""
         config, engine, data = self._config, self._engine, self._config.parallel.data
-        largest, number = max(size.parameters for size in self._sizes), BYTES[config.model.dtype]
+        number = BYTES[config.model.dtype]
         total = config.grpo.minibatches * self._gather() if engine.stage in (1, 2) else 0.0
         for part in passes:
             trains = part.backward is not None
             if engine.stage == 3:
                 total += part.count * config.micro_batches * (1 + trains) * self._gather()
             if trains:
-                payload = largest * engine.gradient_bytes
-                path = self._network.data
-                total += part.count * (path.gather(payload, data) if engine.stage > 1 else path.ring(payload, data))
+                payload = max(gradient_payload(config, size, engine, part) for size in self._sizes)
+                line = self._network.data
+                total += part.count * (line.gather(payload, data) if engine.stage > 1 else line.ring(payload, data))
                 if self._shape.tied and config.pipeline_ranks > 1:
                     payload = self._sizes[-1].vocab * self._shape.hidden * number
                     total += part.count * self._network.embedding.ring(payload, 2)
@@ -249,8 +261,8 @@ class _Step:
     def _basis(self) -> float:
         """Sums over replicas, then fits that cross one boundary after the other, once for every tensor rank."""
         config, network = self._config, self._network
-        if config.pipeline_ranks == 1:
-            return 0.0
         learned = basis_traffic(config, self._shape.hidden)
         crossing = sum(line.seconds(learned.fit * config.parallel.tensor) for line in network.boundaries)
-        return learned.refreshes * (crossing + network.data.ring(learned.sums, config.parallel.data))
+        tensor = max(tensor_basis_bytes(config.boundary, size, self._shape.hidden) for size in self._sizes)
+        sums = network.data.ring(learned.sums, config.parallel.data) if config.pipeline_ranks > 1 else 0.0
+        return learned.refreshes * (crossing + sums + network.tensor.ring(tensor, config.parallel.tensor))

@@ -51,12 +51,14 @@ class PassBytes:
     Attributes:
         count: passes in one step, on average: an anchor every five ticks is 0.4 of a step with two.
         forward, backward: bytes of one row; ``backward`` is ``None`` where no gradients are wanted.
+        coded: whether links that can be compressed are.
     """
 
     kind: PassKind
     count: float
     forward: float
     backward: float | None
+    coded: bool
 
     @property
     def row(self) -> float:
@@ -116,11 +118,11 @@ def training_passes(config: Config, hidden: int) -> list[PassBytes]:
     reference = ticks if config.grpo.kl_coef > 0 else 0
     forwards = (0 if sampled else old) + reference
     passes = [
-        PassBytes("fast", ticks * (1 - dense_share), coded[0], coded[1]),
-        PassBytes("fast", ticks * dense_share, dense[0], dense[1]),
-        PassBytes("old log-probs", forwards * (1 - dense_share), coded[0], None),
-        PassBytes("old log-probs", (old + reference) * dense_share, dense[0], None),
-        PassBytes("anchor", ticks / config.anchor.cadence if config.anchor.enabled else 0.0, dense[0], dense[1]),
+        PassBytes("fast", ticks * (1 - dense_share), coded[0], coded[1], True),
+        PassBytes("fast", ticks * dense_share, dense[0], dense[1], False),
+        PassBytes("old log-probs", forwards * (1 - dense_share), coded[0], None, True),
+        PassBytes("old log-probs", (old + reference) * dense_share, dense[0], None, False),
+        PassBytes("anchor", ticks / config.anchor.cadence if config.anchor.enabled else 0.0, dense[0], dense[1], False),
     ]
     return [part for part in passes if part.count > 0]
 

@@ -2,10 +2,19 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from rich.table import Table
 
-from megatron_grpo.config import DIRECTIONS, BoundaryConfig, Config, ConfigError, layer_split, reward_name
+from megatron_grpo.config import (
+    DIRECTIONS,
+    BoundaryConfig,
+    Config,
+    ConfigError,
+    holds_sizes_alone,
+    layer_split,
+    reward_name,
+)
 from megatron_grpo.config.checks import read_model
 
 from .build import Plan
@@ -42,7 +51,9 @@ def outline_tables(config: Config) -> list[Table]:
 
 def plan_tables(plan: Plan) -> list[Table]:
     """What follows from a config without errors: who is where, bytes, memory, time."""
-    return [_map(plan), _links(plan), _bytes(plan), _memory(plan), _time(plan)]
+    links = [_links(plan)] if plan.links else []
+    crossing = [_bytes(plan)] if any(plan.time.bytes.values()) else []
+    return [_map(plan), *links, *crossing, _memory(plan), _time(plan)]
 
 
 def size_text(size: float) -> str:
@@ -53,11 +64,11 @@ def size_text(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def rate_text(path: Line) -> str:
+def rate_text(line: Line) -> str:
     """The rate of a link, when a message begins to arrive, and how many pairs of ranks share it."""
-    scale, unit = (1e9, "Gbit/s") if path.bit_s >= 1e9 else (1e6, "Mbit/s")
-    alone = f"{path.bit_s / scale:.4g} {unit}, {1e3 * path.latency_s:g} ms"
-    return alone if path.shared == 1 else f"{alone}, for {path.shared}"
+    scale, unit = (1e9, "Gbit/s") if line.bit_s >= 1e9 else (1e6, "Mbit/s")
+    alone = f"{line.bit_s / scale:.4g} {unit}, {1e3 * line.latency_s:g} ms"
+    return alone if line.shared == 1 else f"{alone}, for {line.shared}"
 
 
 def time_text(seconds: float) -> str:
@@ -110,7 +121,10 @@ def _ranks(config: Config, layers: int | None) -> dict[str, str]:
         rows["ZeRO"] = text
     except ConfigError:
         pass  # check_config reports it
-    rows["model"] = f"{config.model.path} ({config.model.dtype})"
+    folder = Path(config.model.path)
+    here = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    alone = "; sizes alone: train needs weights and a tokenizer, too" if holds_sizes_alone(folder) else ""
+    rows["model"] = f"{here} ({config.model.dtype}){alone}"
     return rows
 
 
@@ -186,10 +200,13 @@ def _span(ranks: range) -> str:
 
 def _links(plan: Plan) -> Table:
     rows = [
-        (load.name, load.where, rate_text(load.path), load.carries, size_text(load.bytes), time_text(load.seconds))
-        for load in plan.links
+        (
+            *(load.name, load.where, rate_text(load.line), load.carries),
+            *(size_text(load.bytes), time_text(load.seconds), size_text(dense.bytes)),
+        )
+        for load, dense in zip(plan.links, plan.dense_links, strict=True)
     ]
-    return _grid("Links", ("link", "where", "rate", "carries", "bytes a tick", "alone"), rows)
+    return _grid("Links", ("link", "where", "rate", "carries", "bytes a tick", "alone", "dense"), rows)
 
 
 def _bytes(plan: Plan) -> Table:

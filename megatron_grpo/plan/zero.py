@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_grpo.config import Config
+from megatron_grpo.config import Config, offloads
 from megatron_grpo.config.engine import read_settings
 
 from .sizes import BYTES
@@ -28,22 +28,25 @@ class Engine:
     gradient_bytes: int
     bucket: int
     max_live: int
-    gathers_layers: bool = False
-    anchor_on_host: tuple[str, ...] = ()
+    gathers_layers: bool
+    anchor_on_host: tuple[str, ...]
 
 
 def read_engine(config: Config) -> Engine:
-    """Errors: ConfigError, as ``config.engine.read_settings``."""
-    zero = read_settings(config).get("zero_optimization", {})
+    """Errors: ConfigError, as ``config.engine.read_settings``. ``rollout.gather=auto`` is taken as once."""
+    settings, anchor = read_settings(config), config.anchor
+    zero = settings.get("zero_optimization", {})
     stage = zero.get("stage", 0)
-    accumulates = BYTES[config.model.dtype] if stage < 2 else BYTES["float32"]
+    moved = ("snapshots",) if config.merger.packed_signs else ("snapshots", "M")
     return Engine(
         stage=stage,
-        optimizer_on_host=stage > 0 and _device(zero, "offload_optimizer") != "none",
-        weights_on_host=stage == 3 and _device(zero, "offload_param") != "none",
-        gradient_bytes=accumulates,
+        optimizer_on_host=stage > 0 and offloads(settings, "optimizer"),
+        weights_on_host=stage == 3 and offloads(settings, "param"),
+        gradient_bytes=BYTES[config.model.dtype] if stage < 2 else BYTES["float32"],
         bucket=_number(zero, "reduce_bucket_size", 500_000_000),
         max_live=_number(zero, "stage3_max_live_parameters", 1_000_000_000),
+        gathers_layers=config.rollout.gather == "layer",
+        anchor_on_host=moved if anchor.enabled and anchor.place == "cpu" else (),
     )
 
 
@@ -51,8 +54,3 @@ def _number(zero: dict[str, object], key: str, default: int) -> int:
     """A size that may be left out, or to DeepSpeed ("auto")."""
     value = zero.get(key)
     return int(value) if isinstance(value, int | float) else default
-
-
-def _device(zero: dict[str, object], key: str) -> str:
-    place = zero.get(key)
-    return str(place.get("device", "none")) if isinstance(place, dict) else "none"

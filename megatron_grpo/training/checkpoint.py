@@ -26,6 +26,7 @@ from megatron_grpo.conversion.runs import Topology, read_run, stage_weights_of
 from megatron_grpo.conversion.shards import slice_of
 from megatron_grpo.conversion.universal import UniversalReader
 from megatron_grpo.conversion.writer import carry_files
+from megatron_grpo.ops.host import stored
 from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.training.files import CheckpointFolder, write_json_atomic
 from megatron_grpo.training.loss import Replay
@@ -77,12 +78,12 @@ def load_checkpoint(checkpoint: Path, policy: Policy, steps: StepRunner) -> None
     files.check_rank(policy.groups.at)
     check_sums(checkpoint / rank_file(policy.groups.rank))
     policy.engine.load(checkpoint, ENGINE)
-    state = torch.load(checkpoint / rank_file(policy.groups.rank), weights_only=True, map_location=policy.device)
-    policy.boundaries.load_state_dict(state["boundaries"])
-    policy.boundaries.load_caches(state["caches"], steps.cache_settings)
+    state = torch.load(checkpoint / rank_file(policy.groups.rank), weights_only=True, map_location="cpu")
+    policy.boundaries.load_state_dict(_on(policy.device, state["boundaries"]))
+    policy.boundaries.load_caches(state["caches"], steps.cache_settings, policy.device)
     if policy.engine.data_link is not None:
-        policy.engine.data_link.load_state_dict(state["data_link"])
-    steps.load_state_dict(_with_snapshots(state["steps"]))
+        policy.engine.data_link.load_state_dict(_on(policy.device, state["data_link"]))
+    steps.load_state_dict(_with_snapshots(state["steps"], policy.device))
     torch.set_rng_state(state["rng"].cpu())
 
 
@@ -105,13 +106,15 @@ def load_universal(cfg: Config, checkpoint: Path, policy: Policy, steps: StepRun
     boundaries = universal.boundaries(groups.at, topology)
     if boundaries is None:
         steps.calibrate()
+        if policy.boundaries.tensor is not None:
+            policy.boundaries.tensor.load_state_dict(_on(policy.device, universal.tensor_link))
     else:
         policy.boundaries.load_state_dict(_on(policy.device, boundaries))
     data_link = universal.data_link(groups.at, topology)
     if policy.engine.data_link is not None and data_link is not None:
         policy.engine.data_link.load_state_dict(_on(policy.device, data_link))
     state = universal.steps(groups.at, topology, shape, _fragments(policy))
-    steps.load_state_dict(_with_snapshots(_on(policy.device, state)))
+    steps.load_state_dict(_with_snapshots(_on(torch.device("cpu"), state), policy.device))
     return universal.dropped(topology)
 
 
@@ -149,16 +152,16 @@ def _fields(value: Any) -> dict[str, Any]:
 def _plain(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot as nested dicts of tensors and numbers."""
     replay = _fields(snapshot.batch)
-    return {**_fields(snapshot), "batch": {**replay, "batch": _fields(replay["batch"])}}
+    return {**_fields(snapshot), "fast": stored(snapshot.fast), "batch": {**replay, "batch": _fields(replay["batch"])}}
 
 
-def _with_snapshots(state: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of what :func:`_rank_state` did to the steps' state."""
+def _with_snapshots(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The inverse of what :func:`_rank_state` did to the steps' state; replayed batches go to ``device``."""
     snapshots = state["ticks"]["snapshots"]
-    snapshots["held"] = {tick: _snapshot(plain) for tick, plain in snapshots["held"].items()}
+    snapshots["held"] = {tick: _snapshot(plain, device) for tick, plain in snapshots["held"].items()}
     return state
 
 
-def _snapshot(plain: dict[str, Any]) -> Snapshot:
-    replay = plain["batch"]
+def _snapshot(plain: dict[str, Any], device: torch.device) -> Snapshot:
+    replay = _on(device, plain["batch"])
     return Snapshot(plain["weights"], Replay(**{**replay, "batch": Batch(**replay["batch"])}), plain["fast"])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_grpo.backends.data_link import DataLink
-from megatron_grpo.backends.deepspeed import PolicyEngine, deepspeed_runtime
+from megatron_grpo.backends.deepspeed import PolicyEngine, cut_at_once, deepspeed_runtime
 from megatron_grpo.backends.huggingface import load_hf_config
 from megatron_grpo.backends.megatron.cpu import megatron_runtime
 from megatron_grpo.backends.megatron.decode import Cross, LeanStage
@@ -82,6 +82,7 @@ def policy_runtime(
                 recompute=cfg.model.recompute,
                 device=device,
                 compress_tensor_link="tensor" in cfg.boundary.links,
+                settle=cut_at_once(groups, settings),
             )
         ledger = Ledger()
         link, lean = build_link(cfg, stage, groups, ledger)

@@ -31,6 +31,7 @@ def fixed_settings(cfg: Config) -> dict[str, Any]:
     """What a checkpoint's state means only under: a run that goes on must have the same."""
     whole = cfg.dump()
     del whole["anchor"]["alarm"]  # a run that the alarm stopped may go on under another
+    del whole["anchor"]["place"]
     return {
         **{key: whole[key] for key in ("boundary", "anchor", "merger")},
         "parallel": {key: whole["parallel"][key] for key in ("tensor", "pipeline", "data", "placement")},

@@ -17,6 +17,7 @@ from megatron_grpo.ops.lowrank import seed_of
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.rollout.sampler import SamplingRule
+from megatron_grpo.training.gathering import weights_for_sampling
 from megatron_grpo.training.measure import RolloutFigures, RolloutTimes
 from megatron_grpo.training.policy import Policy
 from megatron_grpo.training.problems import prompt_encoder
@@ -59,7 +60,14 @@ class Rollouts:
         policy = self._policy
         prompts = encode_prompts(self._encode, problems, self._cfg.data.max_prompt)
         scoring = self._scorer.open(prompts, problems)
-        with policy.engine.whole_parameters(), policy.boundaries.running(plan):
+        rows, rollout = -(-len(prompts) // self._cfg.sampling_micro_batches), self._cfg.rollout
+        whole = weights_for_sampling(
+            policy,
+            rollout.gather,
+            sequences=rows * self._cfg.in_flight,
+            columns=self._cfg.data.max_prompt + rollout.max_response,
+        )
+        with whole, policy.boundaries.running(plan):
             batch = policy.sampler.sample(prompts, row_ids, rule, scoring.add, first)
         policy.lean.close()
         scores, times = scoring.close(policy.device)

@@ -4,7 +4,7 @@ The circuit of a tick, in order: remember -> anchor -> fast -> merge -> clip -> 
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from megatron_grpo.anchor.snapshots import Snapshot, Snapshots
 from megatron_grpo.backends.megatron.schedule import finish_gradients, forward_backward
 from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import Config
+from megatron_grpo.ops.host import keeping
 from megatron_grpo.ops.merge import agreement_sums
 from megatron_grpo.ops.signs import Signal
 from megatron_grpo.parallel.collectives import sum_over
@@ -70,12 +71,14 @@ class TickRunner:
         self._cfg, self._policy = cfg, policy
         self._loss = PolicyLoss(cfg.grpo, cfg.rollout, policy.vocab)
         self._schedule = AnchorSchedule(cfg.anchor.cadence, cfg.anchor.delay) if cfg.anchor.enabled else None
-        self._memory = build_memory(cfg.anchor, cfg.merger)
-        self._merger = build_merger(cfg.merger)
+        device, self._on_host = policy.engine.gradient_device, cfg.anchor.place == "cpu"
+        self._keep = keeping(device, on_host=self._on_host)
+        self._memory = build_memory(cfg.anchor, cfg.merger, self._keep, device)
+        self._merger = build_merger(cfg.merger, self._keep)
         self._fading = Fading(cfg.merger.decay, cfg.merger.hold)
-        self._gate = build_gate(cfg.merger)
+        self._gate = build_gate(cfg.merger, self._keep)
         self.alarm = Alarm(cfg.anchor, cfg.merger)
-        self._snapshots = Snapshots()
+        self._snapshots = Snapshots(self._keep)
         self._last_arrival: int | None = None
         self.skipped = 0
 
@@ -119,7 +122,7 @@ class TickRunner:
         report = TickReport(torch.zeros(len(SUMS), dtype=torch.float64, device=device), torch.empty(0, device=device))
         remembers = schedule is not None and schedule.remembers(tick)
         if remembers:
-            self._snapshots.put(tick, Snapshot(policy.engine.weights(), replay.paired()))
+            self._snapshots.put(tick, Snapshot(policy.engine.weights(on_host=self._on_host), replay.paired()))
         fires = schedule is not None and schedule.fires(tick)
         with report.timed("time/anchor"):
             arrived = fires and self._fire(tick)
@@ -233,19 +236,19 @@ class TickRunner:
         if not (kept or self._gate.watches) or not bool(self._policy.engine.gradient_norm().isfinite()):
             return
         if kept:
-            self._snapshots.get(tick).fast = [gradient.float().clone() for gradient in fast]
+            self._snapshots.get(tick).fast = self._keep(gradient.float().clone() for gradient in fast)
         self._gate.watch(fast)
 
     def _agreement(self, fast: Shards, m: Signal) -> tuple[torch.Tensor, torch.Tensor]:
         """``ops.merge.agreement_sums`` over the whole model: of the fast gradient with M ``[5]``; and of its running
         mean with M, then the number of elements ``[6]`` (zeros where no mean is kept). Collective: every rank."""
         total = torch.zeros(11, dtype=torch.float64, device=self._policy.device)
-        means: Sequence[torch.Tensor | None] = self._gate.mean or [None] * len(fast)
+        means: Signal | list[None] = self._gate.mean or [None] * len(fast)
         for gradient, anchor, mean, counts in zip(fast, m, means, self._policy.engine.counted_once(), strict=True):
             if counts:
-                total[:5] += agreement_sums(gradient, anchor)
+                total[:5] += agreement_sums(gradient, anchor).to(total.device)
                 if mean is not None:
-                    total[5:10] += agreement_sums(mean, anchor)
+                    total[5:10] += agreement_sums(mean, anchor).to(total.device)
                     total[10] += mean.numel()
         total = sum_over(total, self._policy.groups.policy)
         return total[:5], total[5:]
@@ -262,7 +265,7 @@ class TickRunner:
         else:
             factor = (optim.clip / (norm + CLIP_EPS)).clamp(max=1.0)
             for gradient in engine.gradients():
-                gradient.mul_(factor)
+                gradient.mul_(factor.to(gradient.device))
             engine.step(lr)
         report.values["train/skipped"] = float(self.skipped)
 

@@ -4,7 +4,9 @@ import inspect
 
 import deepspeed.launcher.launch as deepspeed_launch
 import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 
 def test_p2p_communicator_funnels_everything_through_communicate() -> None:
@@ -22,6 +24,22 @@ def test_p2p_communicator_funnels_everything_through_communicate() -> None:
 def test_zero3_compares_fetches_through_one_patchable_name() -> None:
     assert callable(coordinator.assert_ints_same_as_other_ranks)
     assert "assert_ints_same_as_other_ranks(" in inspect.getsource(coordinator.PartitionedParameterCoordinator)
+
+
+def test_zero1_averages_through_one_patchable_name() -> None:
+    """Gradients that are averaged already are cut up by the rest of the reduction."""
+    assert list(inspect.signature(DeepSpeedZeroOptimizer.average_tensor).parameters)[1:] == [
+        "tensor",
+        "communication_data_type",
+    ]
+    reduction = inspect.getsource(DeepSpeedZeroOptimizer.reduce_ipg_grads)
+    assert "all_reduce" not in reduction and reduction.count("self.average_tensor(") == 2
+
+
+def test_a_column_parallel_weight_can_leave_its_inputs_gradient_to_us() -> None:
+    assert "disable_grad_reduce" in inspect.signature(ColumnParallelLinear).parameters
+    forward = inspect.getsource(ColumnParallelLinear.forward)
+    assert "or self.disable_grad_reduce" in forward
 
 
 def test_the_node_launcher_takes_the_options_it_is_started_with() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config import check_config, deepspeed_settings, load_config
+from megatron_grpo.config import check_config, deepspeed_settings, holds_sizes_alone, load_config, offloads
 from megatron_grpo.sweep.spec import load_sweep
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,8 @@ CONTRACT = {
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_loads_and_checks_clean(path: Path) -> None:
-    assert check_config(load_config(path)) == []
+    config = load_config(path)
+    assert check_config(config, sizes_alone=holds_sizes_alone(Path(config.model.path))) == []
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
@@ -56,11 +57,15 @@ def test_sweep_loads_and_every_arm_checks_clean(path: Path) -> None:
     assert len(load_sweep(path).arms) > 20
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_each_shipped_deepspeed_file_names_its_stage_and_agrees_with_the_example(stage: int) -> None:
-    config = load_config(ROOT / "examples/tiny/k5.yaml", [f"deepspeed.config=deepspeed_configs/zero{stage}.json"])
-    assert config.zero_stage == stage
-    assert deepspeed_settings(config)["zero_optimization"]["stage"] == stage
+@pytest.mark.parametrize("path", sorted((ROOT / "deepspeed_configs").glob("*.json")), ids=lambda path: path.stem)
+def test_each_shipped_deepspeed_file_says_what_its_name_does_and_agrees_with_the_example(path: Path) -> None:
+    dtype = "bfloat16" if path.stem.endswith("bf16") else "float32"
+    config = load_config(ROOT / "examples/tiny/k5.yaml", [f"deepspeed.config={path}", f"model.dtype={dtype}"])
+    settings, stage = deepspeed_settings(config), int(path.stem.removeprefix("zero")[0])
+    assert config.zero_stage == stage == settings["zero_optimization"]["stage"]
+    assert check_config(config) == []
+    assert settings["bf16"]["enabled"] == (dtype == "bfloat16")
+    assert offloads(settings, "optimizer") == path.stem.endswith("offload")
 
 
 def test_the_example_has_exactly_the_contracted_keys() -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ def loaded_after(statement: str) -> set[str]:
 
 
 LIGHT = (
-    *("cli", "launch", "plan", "report", "sweep.runner", "config", "config.checks", "backends.apex"),
+    *("cli", "launch", "launch.cluster", "plan", "report", "sweep.runner", "config", "config.checks", "backends.apex"),
     *("conversion.names", "data", "rollout.rewards"),
 )
 
@@ -36,4 +37,10 @@ def test_import_loads_no_engine(module: str) -> None:
 
 def test_help_loads_no_engine() -> None:
     statement = "import sys\nfrom megatron_grpo.cli import app\napp(['--help'], standalone_mode=False)"
+    assert not loaded_after(statement) & set(ENGINES)
+
+
+def test_a_plan_loads_no_engine() -> None:
+    recipe = Path(__file__).parents[2] / "examples/cluster/recipes/70b.yaml"
+    statement = f"from megatron_grpo.cli import app\napp(['plan', {str(recipe)!r}], standalone_mode=False)"
     assert not loaded_after(statement) & set(ENGINES)

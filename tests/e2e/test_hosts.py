@@ -6,8 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,9 +76,8 @@ def environ(pid: str) -> bytes:
         return b""
 
 
-@contextmanager
-def running(sites: list[Site], folder: Path, command: Command, overrides: list[str]) -> Iterator[Run]:
-    """Start a run with one rank on each host; whatever is left of it is killed at the end."""
+def start(sites: list[Site], folder: Path, command: Command, overrides: list[str]) -> Run:
+    """Start a run with one rank on each host; the network kills what is left of it."""
     folder = folder / "with space"
     folder.mkdir()
     hostfile = folder / "hosts"
@@ -91,15 +89,7 @@ def running(sites: list[Site], folder: Path, command: Command, overrides: list[s
         with (folder / f"host {node}.txt").open("w") as log:
             ready = command(hostfile, node, sites[0], arguments)
             launchers.append(site.popen(ready, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT))
-    try:
-        yield Run(folder, sites, launchers)
-    finally:
-        for site in sites:
-            listed = subprocess.run(["ip", "netns", "pids", site.namespace], capture_output=True, text=True, check=True)
-            for pid in listed.stdout.split():
-                os.kill(int(pid), signal.SIGKILL)
-        for launcher in launchers:
-            launcher.wait(timeout=30)
+    return Run(folder, sites, launchers)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +113,8 @@ def test_the_kernel_counts_what_the_ledger_counts(tmp_path: Path, count: int, ip
         "boundary.rank=48",
         "logging.timeline=false",
     ]
-    with (
-        network(count, rate="100mbit", ipv6=ipv6) as sites,
-        running(sites, tmp_path, command, [*steps, f"parallel.pipeline={count}"]) as run,
-    ):
+    with network(count, rate="100mbit", ipv6=ipv6) as sites:
+        run = start(sites, tmp_path, command, [*steps, f"parallel.pipeline={count}"])
         run.wait_for("step 1 ")
         before = run.counters()
         run.wait_for("step 4 ")
@@ -144,7 +132,8 @@ def test_the_kernel_counts_what_the_ledger_counts(tmp_path: Path, count: int, ip
 def test_a_killed_rank_ends_the_run_on_every_host_and_is_named(tmp_path: Path) -> None:
     """Case G4 over hosts: SIGKILL leaves no traceback, and an address says neither rank nor host."""
     overrides = ["parallel.pipeline=4", "train.steps=400"]
-    with network(4, rate="100mbit") as sites, running(sites, tmp_path, own_command, overrides) as run:
+    with network(4, rate="100mbit") as sites:
+        run = start(sites, tmp_path, own_command, overrides)
         run.wait_for("step 1 ")
         os.kill(run.rank_pid(2), signal.SIGKILL)
         killed = time.monotonic()
@@ -169,7 +158,8 @@ def test_a_rank_that_fails_is_quoted_on_the_other_host(tmp_path: Path) -> None:
     def breaking(hostfile: Path, node: int, first: Site, arguments: list[str]) -> list[str]:
         return ["env", f"PYTHONPATH={tmp_path}:{ROOT}", *own_command(hostfile, node, first, arguments)]
 
-    with network(2, rate="100mbit") as sites, running(sites, tmp_path, breaking, []) as run:
+    with network(2, rate="100mbit") as sites:
+        run = start(sites, tmp_path, breaking, [])
         assert [launcher.wait(timeout=120) for launcher in run.launchers] == [1, 1]
         assert "Traceback" in run.output(1) and "rank 1 breaks here" in run.output(1)
         assert "rank 1 on host site1 failed: RuntimeError: rank 1 breaks here" in run.output(0), run.output(0)
@@ -179,7 +169,8 @@ def test_a_host_that_falls_silent_ends_the_run(tmp_path: Path) -> None:
     """A link that is cut closes no connection: both sides wait ``parallel.timeout_s`` and then name the other."""
     timeout_s = 8.0
     overrides = [f"parallel.timeout_s={timeout_s}", "train.steps=400"]
-    with network(2, rate="100mbit") as sites, running(sites, tmp_path, own_command, overrides) as run:
+    with network(2, rate="100mbit") as sites:
+        run = start(sites, tmp_path, own_command, overrides)
         run.wait_for("step 1 ")
         sites[1].cut()
         silent = time.monotonic()
@@ -190,7 +181,8 @@ def test_a_host_that_falls_silent_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_wrong_interface_is_said_before_anything_starts(tmp_path: Path) -> None:
-    with network(2, rate="100mbit") as sites, running(sites, tmp_path, own_command, ["parallel.interface=eth7"]) as run:
+    with network(2, rate="100mbit") as sites:
+        run = start(sites, tmp_path, own_command, ["parallel.interface=eth7"])
         assert [launcher.wait(timeout=60) for launcher in run.launchers] == [2, 2]
         assert run.output(1).startswith(
             "config error: parallel.interface=eth7: site1 has no such interface; use one of lo, eth0"
@@ -201,7 +193,8 @@ def test_a_wrong_interface_is_said_before_anything_starts(tmp_path: Path) -> Non
 def test_rows_are_those_of_the_same_run_on_one_host(tmp_path: Path) -> None:
     """Where the ranks are changes no number."""
     overrides = ["train.eval_every=100", "train.save_every=100"]
-    with network(2, rate="1gbit") as sites, running(sites, tmp_path, own_command, overrides) as run:
+    with network(2, rate="1gbit") as sites:
+        run = start(sites, tmp_path, own_command, overrides)
         assert [launcher.wait(timeout=120) for launcher in run.launchers] == [0, 0], run.output(0)
     local = tmp_path / "local"
     command = [sys.executable, "-m", "megatron_grpo", "train", SMOKE, *overrides, "--run-dir", str(local)]

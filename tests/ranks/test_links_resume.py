@@ -4,12 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_grpo.ops.lowrank import digest
 from megatron_grpo.parallel.groups import Layout
-from megatron_grpo.training.checkpoint import load_checkpoint
+from megatron_grpo.training.checkpoint import load_checkpoint, load_universal
 from tests.harness import run_ranks
 from tests.ranks.support import config, policy_of, runner_of, write_model
-from tests.ranks.test_universal import ANCHORED, TICKS, load_and_train, run_ticks, train_and_save, universal_of
+from tests.ranks.test_universal import (
+    ANCHORED,
+    TICKS,
+    differences,
+    load_and_train,
+    run_ticks,
+    train_and_save,
+    universal_of,
+)
 
 LAYOUT = Layout(data=2, tensor=2)
 LINKED: dict[str, Any] = {
@@ -31,6 +41,21 @@ def resume(rank: int, world: int, model: str, checkpoint: str) -> Any:
         steps = runner_of(cfg, policy)
         load_checkpoint(Path(checkpoint), policy, steps)
         return run_ticks(steps, policy, range(TICKS, TICKS + 2))
+
+
+def load_bases(
+    rank: int, world: int, model: str, layout: Layout, zero: int, universal: str, sections: dict[str, Any]
+) -> Any:
+    """Digests of the tensor link's bases after loading, and of those in the file, for this stage's layers."""
+    cfg = config(Path(model), layout, zero, **{**ANCHORED, **sections})
+    with policy_of(cfg) as policy:
+        dropped = load_universal(cfg, Path(universal), policy, runner_of(cfg, policy))
+        assert policy.boundaries.tensor is not None
+        mine = policy.boundaries.tensor.state_dict()
+        stored = torch.load(Path(universal) / "state/run.pt", weights_only=True)["tensor_link"]
+        assert {int(name.split()[0]) for name in mine} == set(policy.stage.layers) and len(stored) == 16
+        digests = [{name: int(digest(states[name]["current"])) for name in sorted(mine)} for states in (mine, stored)]
+        return dropped, differences(policy, Path(universal)), *digests
 
 
 def lossless(values: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -63,5 +88,11 @@ def test_so_does_its_form_without_a_topology_and_elsewhere_says_what_it_lacks(
     for dropped, wrong, values in run_ranks(load_and_train, 4, *given, timeout_s=120.0):
         assert (dropped, wrong) == ([], [])
         assert lossless(values) == lossless(went_on)
+    elsewhere = Layout(pipeline=2, tensor=2)
+    moved = {"boundary": LINKED["boundary"] | {"links": ["tensor"], "data_rank": None, "data_warmup": None}}
+    given = (model, elsewhere, 0, str(folder / "universal"), moved)
+    for dropped, wrong, held, learned in run_ranks(load_bases, 4, *given, timeout_s=120.0):
+        assert len(dropped) == 1 and dropped[0].startswith("dropped: the warm factors and remainders of compressed")
+        assert wrong == [] and learned and held == learned, "bases belong to layers, wherever they lie"
     said = universal_of(folder / "run", folder / "elsewhere", data=4)
     assert said[-1].startswith("dropped: the warm factors and remainders of compressed gradients")

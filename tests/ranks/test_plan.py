@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_grpo.config import Config
 from megatron_grpo.parallel.groups import Layout
@@ -11,6 +12,7 @@ from megatron_grpo.plan.memory import stage_memory
 from megatron_grpo.plan.sizes import read_shape
 from megatron_grpo.plan.time import step_bytes
 from megatron_grpo.plan.traffic import Lengths
+from megatron_grpo.training.loss import model_inputs
 from megatron_grpo.training.tick import TickRunner
 from tests.harness import run_ranks
 from tests.ranks.support import TINY, config, minibatch, policy_of, replay_of, runner_of, write_model
@@ -100,3 +102,42 @@ def test_predicted_memory_is_what_the_engine_holds(tmp_path: Path, zero: int, dt
         replicas = results[2 * stage : 2 * stage + 2]
         for part in replicas[0]:
             assert sum(each[part] for each in replicas) == pytest.approx(2 * entry.parts.get(part, 0.0), rel=0.01), part
+
+
+def saved(rank: int, world: int, model: str, dtype: str, recompute: bool) -> int:
+    """Bytes that autograd keeps of one forward pass through all layers, each storage once and no weights."""
+    cfg = one_micro_batch(Path(model), dtype, recompute)
+    with policy_of(cfg) as policy:
+        inputs, _ = model_inputs(replay_of(minibatch(seed=0), policy), cfg.train.micro_batch)
+        weights = {parameter.untyped_storage().data_ptr() for parameter in policy.stage.module.parameters()}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(x: torch.Tensor) -> torch.Tensor:
+            kept[x.untyped_storage().data_ptr()] = x  # alive, so that no other storage comes to its place
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            policy.stage.module(inputs[0].tokens_BS, None, inputs[0].masked_B1SS)
+        return sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in weights)
+
+
+def one_micro_batch(model: Path, dtype: str, recompute: bool) -> Config:
+    """Of eight sequences, prompts of 5 and responses of 6 tokens: those of ``minibatch``."""
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"dtype": dtype, "recompute": recompute},
+        "train": {"micro_batch": 8},
+        "data": {"max_prompt": 5},
+    }
+    return config(model, Layout(), 1, **sections)
+
+
+@pytest.mark.parametrize(("dtype", "recompute"), [("bfloat16", False), ("float32", False), ("bfloat16", True)])
+def test_predicted_activations_are_what_autograd_keeps(tmp_path: Path, dtype: str, recompute: bool) -> None:
+    """Of two layers more: embedding, last norm and masks are the same in both models."""
+    kept, planned = [], []
+    for layers in (4, 2):
+        model = write_model(tmp_path / str(layers), layers=layers)
+        cfg = one_micro_batch(model, dtype, recompute)
+        planned.append(stage_memory(cfg, read_shape(cfg))[0].parts["activations"])
+        kept.append(run_ranks(saved, 1, str(model), dtype, recompute, timeout_s=120.0)[0])
+    assert planned[0] - planned[1] == pytest.approx(kept[0] - kept[1], rel=0.02)

@@ -82,6 +82,18 @@ def test_full_rank_is_the_uncompressed_sum(llama: Path) -> None:
         assert largest_difference(linked[0][1], whole[1]) < 1e-5
 
 
+def test_recomputed_activations_are_summed_again(llama: Path) -> None:
+    """Their sums cross twice forward, as Megatron's own do; gradients stay what they were."""
+    sections = link_of(HIDDEN)
+    plain = run_ranks(one_pass, 2, str(llama), TP2, sections, False)[0]
+    again = run_ranks(
+        one_pass, 2, str(llama), TP2, sections | {"model": {"path": str(llama), "recompute": True}}, False
+    )
+    assert largest_difference(again[0][1], plain[1]) < 1e-6
+    assert again[0][2]["fast forward"] == 2 * plain[2]["fast forward"]
+    assert again[0][2]["fast backward"] == plain[2]["fast backward"]
+
+
 def test_two_ticks_at_full_rank_leave_the_weights_of_one_process(llama: Path) -> None:
     reference = run_ranks(update_after, 1, str(llama), Layout(), 0, 2, {})[0]
     for layout, world in ((TP2, 2), (Layout(pipeline=2, tensor=2), 4)):

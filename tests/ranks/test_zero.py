@@ -10,10 +10,12 @@ from megatron_grpo.parallel.groups import Layout
 from megatron_grpo.training.tick import TickRunner
 from tests.harness import run_ranks
 from tests.ranks.support import (
+    TINY,
     config,
     minibatch,
     policy_of,
     replay_of,
+    runner_of,
     weights_of,
     write_model,
 )
@@ -89,3 +91,19 @@ def test_anchor_and_merger_are_the_same_at_every_zero_stage(llama: Path, zero: i
     for key in ("anchor/cos_fast", "anchor/sign_agreement"):
         assert sharded[2][1][-1][key] == pytest.approx(plain[0][1][-1][key], rel=1e-3)
     assert update_difference(sharded[0][0], plain[0][0]) < 1e-3
+
+
+def calibrated(rank: int, world: int) -> dict[str, float]:
+    """What ships by default, at ZeRO 3: fitted before the first step, with a training pass, then sampled."""
+    sections = {"boundary": {"codec": None, "payload": None, "calibration": 4}, "data": {"val_size": 2}}
+    cfg = config(TINY, Layout(pipeline=2), 3, **sections)
+    with policy_of(cfg) as policy:
+        runner = runner_of(cfg, policy)
+        runner.calibrate()
+        return runner.validate()
+
+
+def test_a_pass_that_only_teaches_lets_go_of_every_parameter() -> None:
+    """ZeRO 3 holds the embedding until a step, and could not gather it for sampling."""
+    first, last = run_ranks(calibrated, 2)
+    assert first == last and 0.0 <= first["val/score"] <= 1.0

@@ -370,6 +370,7 @@ def test_a_combination_that_cannot_work_is_named(home: Path, override: str, line
             ["boundary.shared_basis=true", "boundary.codec=lowrank", "boundary.payload=int8"],
             "boundary.shared_basis=true: packed payloads fit",
         ),
+        (["rollout.gather=layer"], "rollout.gather=layer: does nothing below ZeRO 3, and deepspeed.config="),
         (
             ["anchor.enabled=true", "merger.packed_signs=true"],
             "merger.packed_signs=true: with anchor.beta=0.5 M is a running mean",
@@ -595,7 +596,11 @@ def test_a_batch_is_sampled_in_as_many_micro_batches_as_are_in_flight_or_more(ho
     ("settings", "part"),
     [
         ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 but optim.clip is 1.0"),
-        ({"train_batch_size": 128}, "train_batch_size is 128 but grpo and parallel give 64 sequences"),
+        (  # case G7: the three numbers
+            {"train_batch_size": 128},
+            "train_batch_size is 128 but grpo and parallel give train_batch_size 64 = 64 a tick and rank "
+            "(train_micro_batch_size_per_gpu) x 1 (gradient_accumulation_steps) x 1 data-parallel ranks",
+        ),
         ({"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu is 4"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2"),
         ({"optimizer": {"type": "Lion"}}, "optimizer.type is Lion"),
@@ -607,6 +612,26 @@ def test_a_batch_is_sampled_in_as_many_micro_batches_as_are_in_flight_or_more(ho
         ({"fp16": {"enabled": True}}, "fp16.enabled is True"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "scheduler is set"),
         ({"zero_optimization": {"stage": 4}}, "stage is 4; use 0, 1, 2 or 3"),
+        (
+            {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer needs ZeRO 1 or more and the stage is 0; remove it or raise the stage",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param needs ZeRO 3 or more and the stage is 2",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+            'zero_optimization.offload_param.device is nvme but only host memory is used; set it to "cpu" or "none"',
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}},
+            "zero_optimization.offload_optimizer.ratio is 0.4 but all of it is offloaded here; set it to 1.0",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+            'zero_optimization.cpu_offload is an old name; write offload_optimizer: {"device": "cpu"}',
+        ),
     ],
 )
 def test_a_deepspeed_file_that_contradicts_the_config_is_refused(

@@ -93,15 +93,17 @@ def all_stages(
     ends = [sum(split[:n]) for n in range(len(split) + 1)]
     with hf_source(path, shape_of(path)) as source:
         return {
-            (stage, rank): stage_weights(
-                source,
-                shape_of(path),
-                range(*bounds),
-                first=stage == 0,
-                last=stage == len(split) - 1,
-                tensor_rank=rank,
-                tensor_size=tensor,
-                dtype=dtype,
+            (stage, rank): dict(
+                stage_weights(
+                    source,
+                    shape_of(path),
+                    range(*bounds),
+                    first=stage == 0,
+                    last=stage == len(split) - 1,
+                    tensor_rank=rank,
+                    tensor_size=tensor,
+                    dtype=dtype,
+                )
             )
             for stage, bounds in enumerate(pairwise(ends))
             for rank in range(tensor)

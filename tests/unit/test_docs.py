@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from megatron_grpo.cli import app
 from megatron_grpo.config import Config, check_config, load_config
+from megatron_grpo.launch.cluster import Cluster, choose
 from megatron_grpo.sweep.spec import load_sweep
 from megatron_grpo.training.metrics import METRIC_KEYS
 
@@ -120,12 +121,12 @@ def test_command_is_known_with_its_options_and_its_overrides_are_valid(words: li
 
 
 def test_ranks_of_the_cluster_example_fit_its_host_file() -> None:
-    text = part(read("README.md"), "On a cluster")
-    slots = sum(int(count) for count in re.findall(r"slots=(\d+)", text))
-    for words in commands():
-        if "--hostfile" in words:
-            overrides = [word for word in words if re.fullmatch(r"\w+\.\w+=.*", word)]
-            assert load_config(EXAMPLE, overrides).world_size == slots
+    found = [words for words in commands() if "--hostfile" in words and "train" in words]
+    for words in found:
+        config = next(word for word in words if word.endswith(".yaml"))
+        slots = choose(Cluster(ROOT / words[words.index("--hostfile") + 1]), load_config(ROOT / config))
+        assert len(slots) == 4
+    assert len(found) == 3
 
 
 def test_metric_keys_in_the_readme_exist() -> None:
@@ -134,7 +135,10 @@ def test_metric_keys_in_the_readme_exist() -> None:
     assert named <= set(METRIC_KEYS)
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, "examples/hook_only/README.md", "examples/reward_stage/README.md"])
+@pytest.mark.parametrize(
+    "document",
+    [*DOCUMENTS, "examples/hook_only/README.md", "examples/reward_stage/README.md", "examples/cluster/README.md"],
+)
 def test_links_resolve(document: str) -> None:
     folder = (ROOT / document).parent
     targets = re.findall(r"\]\(([^)#\s]+)\)", read(document))

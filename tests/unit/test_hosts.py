@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from deepspeed.launcher import multinode_runner, runner
+from typer.testing import CliRunner
 
+from megatron_grpo.cli import app
 from megatron_grpo.config import ConfigError, ParallelConfig, load_config
 from megatron_grpo.launch import cluster, local
 from megatron_grpo.launch.cluster import Cluster, adopt_rank, choose, runner_command, shell_word
@@ -243,3 +245,26 @@ def test_an_interface_is_checked_and_told_to_the_libraries(monkeypatch: pytest.M
         use_interface("eth77")
     use_interface("lo")
     assert os.environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--no-ssh", "--node-rank", "0"], "add --hostfile"),
+        (["--hostfile", "hosts", "--no-ssh"], "--node-rank=N belong together"),
+        (["--hostfile", "hosts", "--node-rank", "1"], "--node-rank=N belong together"),
+        (["--hostfile", "nowhere"], "--hostfile=nowhere: cannot be read"),
+        (["--hostfile", "hosts", "parallel.data=2"], "has 2 slots (a 1, b 1) and the config needs 4 ranks"),
+    ],
+)
+def test_the_command_refuses_what_cannot_start(
+    home: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    monkeypatch.chdir(home)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(cluster, "supervise", lambda command, environment: pytest.fail("a rank was started"))
+    (home / "hosts").write_text("a slots=1\nb slots=1\n")
+    result = CliRunner().invoke(app, ["train", "run.yaml", "grpo.prompts_per_step=32", *options])
+    assert result.exit_code == 2
+    assert "config error: " in result.output and said in result.output
+    assert not (home / "runs").exists()

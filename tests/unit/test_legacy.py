@@ -51,7 +51,7 @@ def write_legacy(source: Path, target: Path, tensor: int, pipeline: int, *, fuse
                     dtype=torch.float32,
                 )
                 model: OrderedDict[str, torch.Tensor | None] = OrderedDict()
-                for name, value in weights.items():
+                for name, value in weights:
                     for plain, other in FUSED.items():
                         name = name.replace(plain, other) if fused else name
                     model[name] = value

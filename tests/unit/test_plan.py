@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from megatron_grpo.boundary.build import build_codecs
 from megatron_grpo.cli import app
-from megatron_grpo.config import BoundaryConfig, ConfigError, load_config
+from megatron_grpo.config import DIRECTIONS, BoundaryConfig, ConfigError, load_config
 from megatron_grpo.conversion.families import model_shape
 from megatron_grpo.launch.hosts import Host
 from megatron_grpo.plan import Device, Rates, build_plan, parse_rate, predict
@@ -19,8 +20,12 @@ from megatron_grpo.plan.memory import snapshots, stage_memory
 from megatron_grpo.plan.network import FRAME, Line, placement_of
 from megatron_grpo.plan.schedule import StageTimes, pass_seconds, prefill_seconds, round_seconds
 from megatron_grpo.plan.sizes import parameter_count, read_shape, stage_sizes
-from megatron_grpo.plan.traffic import basis_bytes
+from megatron_grpo.plan.sums import gradient_payload, tensor_row
+from megatron_grpo.plan.traffic import basis_bytes, training_passes
+from megatron_grpo.plan.zero import read_engine
 from tests.unit.test_config import home
+from tools.bench.fit import least_squares
+from tools.bench.scaling import HIDDEN, PIPELINES, Point, contradictions, crossover
 
 __all__ = ["home"]
 
@@ -193,7 +198,7 @@ def test_memory_by_hand() -> None:
 
 
 def test_memory_goes_to_the_host_where_the_file_says_so(tmp_path: Path) -> None:
-    """ZeRO 3 over 4 ranks: shards of weights; the optimizer's 12 bytes and the float32 gradients are the host's."""
+    """ZeRO 3 over 4 ranks: shards of weights; the optimizer's 12 bytes and two of float32 gradients are the host's."""
     file = tmp_path / "offload.json"
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}
     file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
@@ -202,7 +207,7 @@ def test_memory_goes_to_the_host_where_the_file_says_so(tmp_path: Path) -> None:
     shape = read_shape(config)
     entry = stage_memory(config, shape)[0]
     size = stage_sizes(shape, pipeline=2, tensor=1)[0].parameters
-    assert entry.host == {"optimizer": 12 * size / 4, "averaged gradients": 4 * size / 4}
+    assert entry.host == {"optimizer": 12 * size / 4, "averaged gradients": 2 * 4 * size / 4}
     assert (entry.parts["weights"], entry.parts["gathered weights"], entry.parts["buffers"]) == (
         size / 2,
         2 * size,
@@ -233,8 +238,10 @@ def test_prediction_takes_measured_lengths_and_devices() -> None:
     shape = read_shape(config)
     (size,) = stage_sizes(shape, pipeline=1, tensor=1)
     assert step.fast == pytest.approx(2 * 2 * 3 * size.flops(32 * 29, 29) / 1e9)
-    slower = predict(config, device_flop_s=1e9, longest_response=10, overhead_s=0.5, decode_overhead_s=0.25, **given)
-    assert slower.fast - step.fast == pytest.approx(2 * 2 * 3 * 4 * 0.5)
+    overheads = {"overhead_s": 0.5, "decode_overhead_s": 0.25, "pass_overhead_s": 0.125}
+    slower = predict(config, device_flop_s=1e9, longest_response=10, **overheads, **given)
+    assert slower.fast - step.fast == pytest.approx(2 * 2 * 3 * 4 * 0.5 + 2 * 0.125)
+    assert slower.old_logprobs - step.old_logprobs == pytest.approx(2 * 4 * 0.5)
     assert slower.rollout - step.rollout == pytest.approx(10 * 4 * 0.25)
     assert step.total == pytest.approx(step.compute)
 
@@ -247,7 +254,7 @@ def test_the_plan_as_json(home: Path) -> None:
     plan = json.loads(result.stdout)
     assert plan["errors"] == [] and plan["parameters"] == 4 * 101_568 + 2 * 40 * 96 + 96
     assert [rank["host"] for rank in plan["ranks"]] == ["a", "b"]
-    assert plan["links"][0]["where"] == "a to b" and plan["links"][0]["path"]["bit_s"] == 1e7
+    assert plan["links"][0]["where"] == "a to b" and plan["links"][0]["line"]["bit_s"] == 1e7
     seconds = plan["seconds_per_step"]["config"]
     assert seconds["total"] == pytest.approx(
         sum(v for k, v in seconds.items() if k not in ("total", "compute", "wire"))
@@ -265,8 +272,10 @@ def test_the_json_has_every_error(home: Path) -> None:
 
 def test_sizes_alone_can_be_planned_and_not_trained() -> None:
     recipe = ROOT / "examples/cluster/recipes/7b.yaml"
-    plan, train = (CliRunner().invoke(app, [command, str(recipe)]) for command in ("plan", "train"))
-    assert plan.exit_code == 0 and "holds sizes alone" in plan.output
+    plan, train = (
+        CliRunner().invoke(app, [command, str(recipe)], env={"COLUMNS": "200"}) for command in ("plan", "train")
+    )
+    assert plan.exit_code == 0 and "sizes alone" in plan.output
     assert (
         train.exit_code == 2 and "has no model.safetensors" in train.output and "has neither tokenizer" in train.output
     )
@@ -279,3 +288,60 @@ def test_build_plan_is_the_same_run_with_and_without_codec() -> None:
     plan = build_plan(config, [], Rates(1e7), Device(1e12))
     plain = load_config(EXAMPLE, ["boundary.codec=identity", "anchor.enabled=false", "boundary.basis=random"])
     assert plan.dense == build_plan(plain, [], Rates(1e7), Device(1e12)).time
+
+
+def test_compressed_tensor_and_data_links_by_hand() -> None:
+    """A tensor sum of r bfloat16 numbers for H; of a 400 x 100 gradient two factors of rank 8, of 20 x 20 nothing."""
+    links = ["boundary.links=[pipeline,tensor,data]", "boundary.tensor_rank=6", "boundary.data_rank=8"]
+    config = load_config(EXAMPLE, ["parallel.tensor=2", "parallel.data=2", "anchor.enabled=false", *links])
+    assert [tensor_row(config, 96, side, coded=True) for side in DIRECTIONS] == [12, 12]
+    assert tensor_row(config, 96, "forward", coded=False) == 192
+    assert tensor_row(load_config(EXAMPLE), 96, "forward", coded=True) == 384  # the model's own float32
+    size = stage_sizes(read_shape(config), pipeline=2, tensor=2)[0]
+    size = replace(size, matrices=((400, 100), (20, 20)), parameters=40_500)
+    assert size.factored(8) == 40_500 - 40_000 + 8 * 500
+    fast, old = training_passes(config, 96)
+    engine = read_engine(config)
+    assert (fast.kind, old.kind) == ("fast", "old log-probs")
+    assert gradient_payload(config, size, engine, fast) == 4 * 4500
+    assert gradient_payload(load_config(EXAMPLE), size, engine, fast) == 4 * 40_500
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_2_and_3_with_stages_are_a_way_that_is_tested(home: Path, stage: int) -> None:
+    """Case D8: DeepSpeed's own pipeline refuses them; ``tests/ranks/test_zero.py`` runs them, and the plan says how."""
+    file = ROOT / f"deepspeed_configs/zero{stage}.json"
+    arguments = ["plan", str(home / "run.yaml"), f"deepspeed.config={file}", "parallel.data=2"]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
+    assert result.exit_code == 0
+    assert f"stage {stage} over 2 data-parallel ranks of each stage, whose gradients are reduced after" in result.output
+
+
+def point(rate: float, dense: float, coded: float = 100.0) -> Point:
+    return Point(2, 1024, rate, dense, coded, 1000.0, 50.0)
+
+
+def test_crossovers_by_hand() -> None:
+    """Where dense takes 1 / 0.9 times as long: half way, on logarithms, between gains of it squared and of nothing."""
+    square = 100 / 0.9**2
+    assert crossover([point(1e6, 500), point(1e7, square), point(1e9, 100)]) == pytest.approx(1e8)
+    assert crossover([point(1e6, 500), point(1e7, 400)]) is None
+
+
+def test_contradictions_are_named() -> None:
+    points = [point(1e6, 500.0), point(1e7, 400.0)]
+    rising = {(p, h): 1e9 * p / h for p in PIPELINES for h in HIDDEN}
+    assert contradictions({(2, 1024): points}, rising) == []
+    slower, dearer = [points[1], points[0]], [replace(points[0], coded_bytes=1001.0)]
+    assert "takes longer" in contradictions({(2, 1024): slower}, rising)[0]
+    assert "sends more" in contradictions({(2, 1024): dearer}, rising)[0]
+    assert len(contradictions({}, rising | {(4, 4096): None})) == 2  # of four stages, and of hidden 4096
+
+
+def test_a_fit_never_takes_less_than_no_time() -> None:
+    """y = 2a + 3b exactly; then b alone, where the best a would be negative: b = (1 x 1 + 2 x 2) / (1 + 4)."""
+    table = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 0.0]])
+    assert least_squares(table, np.array([5.0, 8.0, 2.0])) == pytest.approx([2, 3])
+    assert least_squares(np.array([[1.0, 1.0], [1.0, 2.0], [9.0, 0.0]]), np.array([1.0, 2.0, -1.0])) == pytest.approx(
+        [0, 1]
+    )

@@ -10,9 +10,10 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,8 @@ def why_not() -> str | None:
 def network(count: int, *, rate: str | None, ipv6: bool = False) -> Iterator[list[Site]]:
     """``count`` hosts, each link limited to ``rate`` (as ``tc`` writes it: 10mbit) or, with None, to nothing.
 
-    Errors: CalledProcessError of the command that is not permitted. All that was made is removed at the end.
+    Errors: CalledProcessError of the command that is not permitted. All that was made is removed at the end, and what
+    still runs there is killed.
     """
     mark = secrets.token_hex(3)
     subnet = ipaddress.ip_network("fd42::/64" if ipv6 else "10.42.0.0/24")
@@ -107,8 +109,16 @@ def network(count: int, *, rate: str | None, ipv6: bool = False) -> Iterator[lis
 
 def _namespace(name: str, stack: ExitStack) -> None:
     _run(f"ip netns add {name}")
-    stack.callback(_run, f"ip netns del {name}")
+    stack.callback(_remove, name)
     _run(f"ip -n {name} link set lo up")
+
+
+def _remove(namespace: str) -> None:
+    listed = subprocess.run(["ip", "netns", "pids", namespace], check=True, capture_output=True, text=True).stdout
+    for pid in listed.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    _run(f"ip netns del {namespace}")
 
 
 def _bridge(name: str, sites: Sequence[Site], rate: str | None, stack: ExitStack) -> None:

@@ -1,7 +1,8 @@
 """What a step costs: ``python tools/bench/step.py [CONFIG] [SECTION.KEY=VALUE ...] [--steps N]``.
 
 Trains a few steps as a user would (``megatron-grpo train`` in a temporary run directory), drops the first step and
-prints one JSON object on stdout; the run's own output goes to stderr. Exits 1 when a goal is missed.
+prints one JSON object on stdout; the run's own output goes to stderr. Exits 1 when a goal is missed. With ``--fit``
+it compares the plan's step time with measured steps instead: see ``fit.py``.
 
 The share of codec, ledger and merger is not read off the run, where such short pieces hide in waits for the other
 ranks. It is measured here, in one process, by calling the same functions on tensors of the run's sizes; see
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fit import fit_report
 
 from megatron_grpo.anchor.merger import Shards, build_memory, build_merger
 from megatron_grpo.backends.huggingface import load_hf_config
@@ -128,7 +130,7 @@ def largest_stage(config: Config) -> Shards:
                 tensor_size=config.parallel.tensor,
                 dtype=torch.float32,
             )
-            stages.append([torch.randn_like(weight) for weight in weights.values()])
+            stages.append([torch.randn_like(weight) for _, weight in weights])
     return max(stages, key=lambda shards: sum(shard.numel() for shard in shards))
 
 
@@ -302,10 +304,15 @@ def main() -> int:
     parser.add_argument("config", type=Path, nargs="?", default=DEFAULT_CONFIG)
     parser.add_argument("overrides", nargs="*", metavar="SECTION.KEY=VALUE")
     parser.add_argument("--steps", type=int, default=6, help="steps to train, the dropped first one included")
+    parser.add_argument("--fit", action="store_true", help="how far the plan's step time is from measured steps")
     arguments = parser.parse_intermixed_args()
     if arguments.steps < 2:
         parser.error("--steps: the first step is dropped; give at least 2")
-    report = measure(arguments.config, arguments.overrides, arguments.steps)
+    report = (
+        fit_report(run_training, arguments.config)
+        if arguments.fit
+        else measure(arguments.config, arguments.overrides, arguments.steps)
+    )
     print(json.dumps(report, indent=2))
     return 0 if all(goal["met"] for goal in report["goals"].values()) else 1
 

@@ -6,8 +6,10 @@ Legend: B micro-batch, n new columns, L columns so far, H hidden, G KV groups, r
 V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,12 +44,23 @@ class _Cache:
 
 
 Cross = Callable[[torch.Tensor, Rows], torch.Tensor]
+Parameters = tuple[torch.nn.Parameter, ...]
+
+
+class Gather(Protocol):
+    """Makes parameters whole on every replica for the length of a block."""
+
+    def __call__(self, *some: torch.nn.Parameter) -> AbstractContextManager[None]: ...
+
+
+def _whole_already(*some: torch.nn.Parameter) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class LeanStage:
     """``rollout.sampler.DecodeStage`` over the parameters of a Megatron stage, which it reads, never copies.
 
-    Under ZeRO 3 call it where parameters are whole.
+    Under ZeRO 3 call it where parameters are whole, or inside :meth:`by_layer`.
 
     Args:
         cross: where all stages are in one process, by layer: the boundary after it, rows to rows.
@@ -57,6 +70,8 @@ class LeanStage:
         self._stage = stage
         self._cross = cross or {}
         self._tensor_group = stage.collection.tp
+        self._gather: Gather = _whole_already
+        self._replicas: dist.ProcessGroup | None = None
         shape = stage.shape
         assert (shape.norm, shape.positions, shape.activation) == ("RMSNorm", "rope", "swiglu"), shape.family
         size = self._tensor_group.size()
@@ -80,25 +95,78 @@ class LeanStage:
         """Drop every cache."""
         self._caches.clear()
 
+    def cache_bytes(self, sequences: int, columns: int) -> int:
+        """Of the KV caches of so many sequences in flight."""
+        itemsize = self._stage.module.decoder.layers[0].input_layernorm.weight.itemsize
+        return len(self._stage.layers) * 2 * sequences * self._groups * columns * self._width * itemsize
+
+    @contextmanager
+    def by_layer(self, gather: Gather, replicas: dist.ProcessGroup) -> Iterator[None]:
+        """Inside the block the weights of a layer are whole while it runs, and no longer. Collective: ``replicas``.
+
+        Gathering is collective and replicas sample responses of different lengths: one that has left its block gathers
+        along, layer by layer, until all have.
+        """
+        self._gather, self._replicas = gather, replicas
+        try:
+            yield
+            while self._announce(working=False):
+                for some in self._portions():
+                    with gather(*some):
+                        pass
+        finally:
+            self._gather, self._replicas = _whole_already, None
+
+    def _announce(self, *, working: bool) -> bool:
+        """Tell the other replicas whether this one has a forward to run now; returns whether any has."""
+        if self._replicas is None or self._replicas.size() == 1:
+            return working
+        device = self._stage.module.decoder.layers[0].input_layernorm.weight.device
+        any_works = torch.tensor(int(working), device=device)
+        dist.all_reduce(any_works, op=dist.ReduceOp.MAX, group=self._replicas)
+        return working or bool(any_works)
+
+    def _portions(self) -> Iterator[Parameters]:
+        """What :meth:`forward` gathers, in order."""
+        module = self._stage.module
+        if module.pre_process:
+            yield (module.embedding.word_embeddings.weight,)
+        for layer in module.decoder.layers:
+            yield tuple(layer.parameters())
+        if module.post_process:
+            yield (module.decoder.final_layernorm.weight, self._head)
+
+    @property
+    def _head(self) -> torch.nn.Parameter:
+        module = self._stage.module
+        head: torch.nn.Parameter = (
+            module.shared_embedding_or_output_weight() if self._stage.shape.tied else module.output_layer.weight
+        )
+        return head
+
     def forward(self, place: int, x: torch.Tensor, start: int, rows: Rows) -> torch.Tensor:
         """See ``DecodeStage.forward``."""
         module, cache = self._stage.module, self._caches[place]
+        self._announce(working=True)
+        portions = self._portions()
         if module.pre_process:
-            x = self._embed(x)
+            with self._gather(*next(portions)):
+                x = self._embed(x)
         columns = x.shape[1]
         angles = self._angles[start : start + columns].to(x.device)
         cos_n1D, sin_n1D = (wave(angles).to(x.dtype)[:, None] for wave in (torch.cos, torch.sin))
         mask = self._mask(cache, start, columns)
         for number, layer in enumerate(module.decoder.layers):
-            x = self._layer(number, _weights(layer), cache.kv[number], x, start, cos_n1D, sin_n1D, mask)
+            with self._gather(*next(portions)):
+                x = self._layer(number, _weights(layer), cache.kv[number], x, start, cos_n1D, sin_n1D, mask)
             if number in self._cross:
                 crossed_NH = self._cross[number](rows.select(x.transpose(0, 1)), rows)
                 x = rows.scatter(crossed_NH, columns).transpose(0, 1).contiguous()
         if not module.post_process:
             return x
-        last_BH = F.rms_norm(x[:, -1], x.shape[-1:], module.decoder.final_layernorm.weight, self._eps)
-        head = module.shared_embedding_or_output_weight() if self._stage.shape.tied else module.output_layer.weight
-        return gather_last_dim(F.linear(last_BH, head), self._tensor_group)
+        with self._gather(*next(portions)):
+            last_BH = F.rms_norm(x[:, -1], x.shape[-1:], module.decoder.final_layernorm.weight, self._eps)
+            return gather_last_dim(F.linear(last_BH, self._head), self._tensor_group)
 
     def _embed(self, ids_Bn: torch.Tensor) -> torch.Tensor:
         table = self._stage.module.embedding.word_embeddings.weight

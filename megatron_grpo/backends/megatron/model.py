@@ -1,6 +1,7 @@
 """One pipeline stage as a Megatron-core GPTModel, with weights from a checkpoint."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +26,8 @@ ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
+Settle = Callable[[torch.nn.Parameter], None]
+
 POSITIONS: Mapping[Positions, str] = {"rope": "rope", "learned": "learned_absolute"}
 
 
@@ -152,13 +155,17 @@ def build_stage(
     recompute: bool,
     device: torch.device,
     compress_tensor_link: bool = False,
+    settle: Settle = lambda parameter: None,
 ) -> Stage:
     """Build this rank's stage and load its weights. Call inside ``megatron_runtime``.
+
+    The stage is built without memory and takes its parameters one by one.
 
     Args:
         source: holds the weights of ``shape``.
         split: layers of every stage; uneven splits are fine.
         compress_tensor_link: sums over tensor ranks go over a ``TensorLink``, which is to be connected.
+        settle: called with every parameter as soon as it has its values, in the same order on all replicas.
 
     Raises:
         ConfigError: the tensor-parallel size does not divide the model.
@@ -169,20 +176,23 @@ def build_stage(
     collection = collection_of(groups)
     scores = shape.head == "score"
     tensor_link = TensorLink(groups.tensor) if compress_tensor_link else None
-    module = GPTModel(
-        config,
-        stage_spec(shape, layers, tensor_link),
-        vocab_size=padded_vocab(shape.vocab, tensor),
-        max_sequence_length=shape.max_positions,
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
-        share_embeddings_and_output_weights=shape.tied or scores,  # Megatron then makes no output weight
-        position_embedding_type=POSITIONS[shape.positions],
-        rotary_base=shape.rope_theta,
-        pg_collection=collection,
-    )
-    if scores and groups.is_last_stage:
-        module.output_layer, module.share_embeddings_and_output_weights = ScoreHead(shape.hidden, dtype), False
+    unsent = copy(collection)
+    unsent.embd = None  # Megatron would send a tied embedding's copy, which is loaded here
+    with torch.device("meta"):
+        module = GPTModel(
+            config,
+            stage_spec(shape, layers, tensor_link),
+            vocab_size=padded_vocab(shape.vocab, tensor),
+            max_sequence_length=shape.max_positions,
+            pre_process=groups.is_first_stage,
+            post_process=groups.is_last_stage,
+            share_embeddings_and_output_weights=shape.tied or scores,  # Megatron then makes no output weight
+            position_embedding_type=POSITIONS[shape.positions],
+            rotary_base=shape.rope_theta,
+            pg_collection=unsent,
+        )
+        if scores and groups.is_last_stage:
+            module.output_layer, module.share_embeddings_and_output_weights = ScoreHead(shape.hidden, dtype), False
     weights = stage_weights(
         source,
         shape,
@@ -193,7 +203,7 @@ def build_stage(
         tensor_size=tensor,
         dtype=dtype,
     )
-    load_weights(module, weights)
+    load_weights(module, weights, device, settle)
     mark_sharded(module, shape, layers, groups)
     return Stage(module.to(device), shape, layers, split, collection, tensor_link)
 
@@ -221,10 +231,19 @@ def mark_sharded(module: torch.nn.Module, shape: ModelShape, layers: range, grou
         parameters[weight.megatron].tensor_model_parallel = weight.how != "replicated"
 
 
-def load_weights(module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Copy ``weights`` into ``module``; every parameter must be named, and nothing else."""
-    parameters = dict(module.named_parameters())
-    assert parameters.keys() == weights.keys(), sorted(parameters.keys() ^ weights.keys())
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+def load_weights(
+    module: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, settle: Settle
+) -> None:
+    """Put ``weights`` on ``device`` in place of a meta module's parameters; all must be named, and nothing else."""
+    missing = {name for name, _ in module.named_parameters()}
+    for name, tensor in weights:
+        owner, _, leaf = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        empty = getattr(holder, leaf)
+        assert empty.shape == tensor.shape, (name, empty.shape, tensor.shape)
+        parameter = torch.nn.Parameter(tensor.to(device, empty.dtype))
+        parameter.__dict__.update(empty.__dict__)  # what Megatron notes on it
+        setattr(holder, leaf, parameter)
+        settle(parameter)
+        missing.remove(name)
+    assert not missing, sorted(missing)

@@ -40,6 +40,10 @@ class Snapshots:
     def __len__(self) -> int:
         return len(self._held)
 
+    def steps(self) -> list[int | None]:
+        """The step of each minibatch that is held."""
+        return [snapshot.batch.step for snapshot in self._held.values()]
+
     def put(self, tick: int, snapshot: Snapshot) -> None:
         self._held[tick] = snapshot
 

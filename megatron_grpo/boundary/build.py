@@ -24,13 +24,16 @@ BITS = {"int8": 8, "int4": 4, "int3": 3}
 
 @dataclass(frozen=True, slots=True)
 class BoundaryCodecs:
-    """The codecs of one boundary: ``forward``/``backward`` as configured, ``dense_*`` the uncompressed crossing."""
+    """The codecs of one boundary: ``forward``/``backward`` as configured, ``dense_*`` the uncompressed crossing,
+    ``delta`` for what rows that both ends hold have moved."""
 
     index: int
+    hidden: int
     forward: Codec
     backward: Codec
-    dense_forward: Codec
-    dense_backward: Codec
+    dense_forward: IdentityCodec
+    dense_backward: IdentityCodec
+    delta: Codec
 
     def choose(self, direction: Direction, *, dense: bool, fast: bool = True) -> Codec:
         """The codec of a pass; one that is not ``fast`` leaves no remainders behind: its gradients are not stepped."""
@@ -75,10 +78,12 @@ def build_codecs(
     builder = _Builder(cfg, hidden, index, seed, embedding_VH)
     return BoundaryCodecs(
         index=index,
+        hidden=hidden,
         forward=builder.codec("forward"),
         backward=FeedbackCodec(builder.codec("backward")) if cfg.feeds_back else builder.codec("backward"),
         dense_forward=IdentityCodec(hidden, DTYPES[cfg.dense_payload("forward")]),
         dense_backward=IdentityCodec(hidden, DTYPES[cfg.dense_payload("backward")]),
+        delta=TokenWaterfillCodec(hidden, cfg.delta_budget, seed_of(seed, index, "delta"), None),
     )
 
 

@@ -11,13 +11,13 @@ class IdentityCodec(Codec):
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         self._hidden = hidden
-        self._dtype = dtype
+        self.dtype = dtype
 
     def payload(self, rows: Rows) -> torch.Tensor:
-        return torch.empty(len(rows), self._hidden, dtype=self._dtype, device=rows.index_N.device)
+        return torch.empty(len(rows), self._hidden, dtype=self.dtype, device=rows.index_N.device)
 
     def encode(self, x_NH: torch.Tensor, rows: Rows) -> Encoded:
-        return Encoded(x_NH.to(self._dtype).contiguous())
+        return Encoded(x_NH.to(self.dtype).contiguous())
 
     def decode(self, payload: torch.Tensor, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
         return payload.to(dtype)

@@ -29,6 +29,7 @@ def check_config(config: Config, *, sizes_alone: bool = False) -> list[str]:
     errors = [
         *_placement(config),
         *_links(config),
+        *_send_once(config),
         *_geometry(config),
         *_importance(config.grpo),
         *_rewards(config),
@@ -147,6 +148,14 @@ def _placement(config: Config) -> Iterator[str]:
         )
 
 
+def _send_once(config: Config) -> Iterator[str]:
+    if config.boundary.send_once == "delta" and config.rollout.path != "dense":
+        yield (
+            f"boundary.send_once=delta: is the difference from rows that crossed uncompressed, and "
+            f"rollout.path={config.rollout.path} may code them; use rollout.path=dense, or send_once=reuse"
+        )
+
+
 def _links(config: Config) -> Iterator[str]:
     """Links that are to be compressed and are not there, or cannot be."""
     boundary, parallel = config.boundary, config.parallel
@@ -253,6 +262,9 @@ def _idle(config: Config) -> Iterator[str]:
         ("reward", reward, ("kind",), not reward.weights, "an empty reward.weights, which names the rewards"),
         ("data", data, ("task", "path"), not data.mix, "an empty data.mix, whose entries name the tasks"),
         ("data", data, ("val_rows",), tables, "data.val_path or val_split"),
+        ("boundary", boundary, ("send_once",), config.parallel.pipeline > 1, "parallel.pipeline=2 or more"),
+        ("boundary", boundary, ("cache_place", "cache_gib"), boundary.send_once != "off", "boundary.send_once"),
+        ("boundary", boundary, ("delta_tolerance", "delta_budget"), boundary.send_once == "delta", "send_once=delta"),
         ("boundary", boundary, ("tensor_rank",), "tensor" in links, "tensor in boundary.links"),
         ("boundary", boundary, ("data_rank", "data_warmup"), "data" in links, "data in boundary.links"),
     )

@@ -93,6 +93,23 @@ class Config(Section):
         return self.train.steps * self.grpo.minibatches
 
     @property
+    def boundary_at_work(self) -> BoundaryConfig:
+        """The ``boundary`` section, without a forward codec where no pass would use one: rows that are sent once, while
+        sampling, and uncompressed."""
+        boundary = self.boundary
+        if boundary.send_once == "off" or self.rollout.path != "dense":
+            return boundary
+        plain = {
+            "codec": None,
+            "forward_codec": "identity",
+            "forward_payload": boundary.dense_payload("forward"),
+            "backward_codec": boundary.codec_of("backward"),
+            "predict": None,
+            "shared_basis": False,
+        }
+        return boundary.model_copy(update=plain)
+
+    @property
     def zero_stage(self) -> int:
         """ZeRO stage named by the DeepSpeed file; read at each call."""
         settings = json.loads(Path(self.deepspeed.config).read_text(encoding="utf-8"))

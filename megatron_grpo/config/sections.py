@@ -110,6 +110,17 @@ class BoundaryConfig(Section):
     """Backward rows carry what the micro-batch before lost at the same places; when absent, with token_waterfill."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Of backward codes, but for payload waterfill; stochastic is unbiased."""
+    send_once: Literal["off", "reuse", "delta"] = "off"
+    """Rows that crossed while a rollout was sampled serve every pass over it that is forward in the pipeline: reuse, as
+    they are; delta, with what they have moved since where that is more than delta_tolerance."""
+    cache_place: Literal["device", "host", "disk"] = "device"
+    """Where send_once keeps rows, at both ends of a boundary."""
+    cache_gib: PositiveFloat | None = None
+    """Most that one end of a boundary keeps of a rollout; what does not fit crosses again. null: all."""
+    delta_tolerance: NonNegativeFloat = 0.01
+    """Drift, as a share of the rows' norm, above which delta sends: that of the same minibatch a step before."""
+    delta_budget: Share = 0.02
+    """Bytes of such a difference as a share of bfloat16."""
     links: Annotated[tuple[Link, ...], Field(strict=False)] = ("pipeline",)
     """Links that are compressed: boundaries between stages; sums over the tensor ranks of a layer; gradients of weight
     matrices over the replicas. The codecs, payloads and budgets above are the pipeline's."""
@@ -128,6 +139,17 @@ class BoundaryConfig(Section):
         if not value:
             raise ValueError("is empty; name at least one")
         return value
+
+    @field_validator("send_once", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: object) -> object:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value
+
+    @property
+    def cache_limit(self) -> int | None:
+        """``cache_gib`` in bytes."""
+        return None if self.cache_gib is None else int(self.cache_gib * 2**30)
 
     def codec_of(self, direction: Direction) -> Codec:
         """The codec of one direction of a pipeline boundary, the shorthand resolved."""

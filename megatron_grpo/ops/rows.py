@@ -4,7 +4,7 @@ Legend: B sequences of a micro-batch, S columns, N rows that carry a token, H hi
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,6 +27,19 @@ class SequenceMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Which sequences of a rollout a micro-batch is made of.
+
+    Attributes:
+        owners_B: int64, number of each in the rollout.
+        padding_B: int64, columns before its first token.
+    """
+
+    owners_B: torch.Tensor
+    padding_B: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Rows in column order (all of column 0 first). Both ends hold the same, so nothing of it crosses.
 
@@ -37,6 +50,7 @@ class Rows:
         tokens_N: id of each row's token, where it is known.
         batch: B.
         memory: what crossed before of the same sequences; ``None`` where they cross as a whole.
+        origin: the rollout's sequences that these are, where that matters.
     """
 
     index_N: torch.Tensor
@@ -45,6 +59,31 @@ class Rows:
     tokens_N: torch.Tensor | None
     batch: int
     memory: SequenceMemory | None = field(default=None, compare=False)
+    origin: Origin | None = field(default=None, compare=False)
+
+    @property
+    def owners_N(self) -> torch.Tensor:
+        """int64: number of each row's sequence in the rollout that it comes from."""
+        assert self.origin is not None, "the rows of a rollout"
+        return self.origin.owners_B[self.sequences_N]
+
+    @property
+    def places_N(self) -> torch.Tensor:
+        """int64: place of each row's token in its sequence, whatever the padding before it."""
+        assert self.origin is not None, "the rows of a rollout"
+        return self.positions_N - self.origin.padding_B[self.sequences_N]
+
+    def where(self, keep_N: torch.Tensor) -> "Rows":
+        """Those where ``keep_N`` is True; whole sequences, or what is remembered of them goes wrong."""
+        if bool(keep_N.all()):
+            return self
+        return replace(
+            self,
+            index_N=self.index_N[keep_N],
+            positions_N=self.positions_N[keep_N],
+            sequences_N=self.sequences_N[keep_N],
+            tokens_N=None if self.tokens_N is None else self.tokens_N[keep_N],
+        )
 
     def __len__(self) -> int:
         return len(self.index_N)
@@ -129,6 +168,7 @@ def carrying_rows(
     *,
     start: int = 0,
     memory: SequenceMemory | None = None,
+    origin: Origin | None = None,
 ) -> Rows:
     """The rows of columns ``start`` and on, where ``carrying_BS`` is True."""
     carrying_SB = carrying_BS.t()
@@ -140,6 +180,7 @@ def carrying_rows(
         tokens_N=None if tokens_BS is None else tokens_BS.t()[carrying_SB],
         batch=carrying_SB.shape[1],
         memory=memory,
+        origin=origin,
     )
 
 

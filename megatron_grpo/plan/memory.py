@@ -13,11 +13,11 @@ from megatron_grpo.conversion.families import ModelShape
 
 from .sizes import BYTES, StageSize, stage_sizes
 from .sums import residual_bytes, tensor_basis_bytes
-from .traffic import PACKED_BITS, fit_size, longest_lengths, moments_size, waterfill_channels
+from .traffic import PACKED_BITS, fit_size, longest_lengths, moments_size, samples_by_codec, waterfill_channels
 from .zero import Engine, read_engine
 
 FP32 = 4
-STATIC = ("weights", "optimizer", "snapshots", "M", "reference", "codecs", "buffers")
+STATIC = ("weights", "optimizer", "snapshots", "M", "reference", "codecs", "kept rows", "buffers")
 SAMPLING = ("gathered weights", "KV cache")
 TRAINING = ("live weights", "gradients", "averaged gradients", "activations", "logits")
 
@@ -66,6 +66,7 @@ class _Stage:
             **self._anchor(),
             "reference": self._held * self._b if self._config.grpo.kl_coef > 0 else 0.0,
             "codecs": self._codecs(),
+            "kept rows": self._kept_rows(),
             "buffers": float(engine.bucket * self._b) if engine.stage == 3 else 0.0,
             **self._gathered(),
             "KV cache": self._cache(),
@@ -78,6 +79,7 @@ class _Stage:
             *(("optimizer", "averaged gradients") if engine.optimizer_on_host else ()),
             *(("weights",) if engine.weights_on_host else ()),
             *engine.anchor_on_host,
+            *(("kept rows",) if self._config.boundary.cache_place == "host" else ()),
         ]
         there = {name: size for name, size in parts.items() if size}
         return StageMemory(
@@ -142,17 +144,36 @@ class _Stage:
         rows = config.train.micro_batch * self._size.vocab
         return rows * (2 * self._b * lengths.columns + 3 * FP32 * lengths.longest)
 
+    def _ends(self) -> int:
+        """Boundaries that this rank is an end of."""
+        if self._config.parallel.placement == "one_process":
+            return self._config.parallel.pipeline - 1
+        return (self._number > 0) + (self._number < self._stages - 1)
+
+    def _kept_rows(self) -> float:
+        """``boundary.send_once``: rows of a replica's rollout, and of those that an anchor will replay."""
+        config, boundary = self._config, self._config.boundary
+        if boundary.send_once == "off" or boundary.cache_place == "disk":
+            return 0.0
+        dense = BYTES[boundary.dense_payload("forward")]
+        each = self._shape.hidden * (self._b if samples_by_codec(config) else dense)
+        rows = config.sequences_per_step / config.parallel.data * longest_lengths(config).rows
+        held = rows * each if boundary.cache_limit is None else min(rows * each, boundary.cache_limit)
+        anchor, rollouts = config.anchor, 1
+        if anchor.enabled:
+            rollouts += snapshots(anchor.cadence, anchor.delay)
+        return self._ends() * held * rollouts
+
     def _codecs(self) -> float:
         """Of the boundaries that this rank is an end of, of its sums over tensor ranks and of its gradients."""
         config = self._config
-        if config.parallel.placement == "one_process":
-            ends = 2 * (config.parallel.pipeline - 1)
-        else:
-            ends = (self._number > 0) + (self._number < self._stages - 1)
+        ends = self._ends() * (1 + (config.parallel.placement == "one_process"))
         rows = config.train.micro_batch * longest_lengths(config).columns
         links = tensor_basis_bytes(config.boundary, self._size, self._shape.hidden)
         return (
-            ends * codec_bytes(config.boundary, self._shape, rows) + links + residual_bytes(config.boundary, self._size)
+            ends * codec_bytes(config.boundary_at_work, self._shape, rows)
+            + links
+            + residual_bytes(config.boundary, self._size)
         )
 
 

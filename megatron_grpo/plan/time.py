@@ -176,7 +176,7 @@ class _Step:
                 backward=[
                     (2 + again) * f + again * s + b for f, s, b in zip(forward, summed, summed_back, strict=True)
                 ],
-                send=[line.seconds(rows * part.forward) for line in self._network.boundaries],
+                send=[line.seconds(rows * part.forward) if part.forward else 0.0 for line in self._network.boundaries],
                 send_back=[line.seconds(rows * (part.backward or 0.0)) for line in self._network.boundaries],
             ),
             config.micro_batches,

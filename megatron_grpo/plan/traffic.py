@@ -109,20 +109,27 @@ def training_passes(config: Config, hidden: int) -> list[PassBytes]:
     Old log-probs are one forward for every minibatch but the first (whose own forward serves, unless a basis may change
     inside the step); where the codec samples, only a dense tick needs them. A reference policy adds one forward a tick.
     The anchor is a dense pass every ``anchor.cadence`` ticks; ``boundary.dense_every`` makes every so-manieth tick one.
+    With ``boundary.send_once`` nothing crosses forward but for the reference policy and, at most, for what rows have
+    moved since the first tick.
     """
-    boundary, ticks = config.boundary, config.grpo.minibatches
+    boundary, ticks = config.boundary_at_work, config.grpo.minibatches
     coded, dense = ([row_bytes(boundary, side, hidden, dense=plain) for side in DIRECTIONS] for plain in (False, True))
     dense_share = 1 / boundary.dense_every if boundary.dense_every else 0.0
     old = ticks if boundary.commit == "tick" else ticks - 1
     sampled = samples_by_codec(config) and boundary.commit == "step"  # the sampler's log-probs are the old ones
     reference = ticks if config.grpo.kl_coef > 0 else 0
+    once = boundary.send_once != "off"
+    moved = boundary.delta_budget * DENSE_BYTES * hidden * (ticks - 1) / ticks if boundary.send_once == "delta" else 0.0
+    if once:
+        old = 0
     forwards = (0 if sampled else old) + reference
+    anchors = ticks / config.anchor.cadence if config.anchor.enabled else 0.0
     passes = [
-        PassBytes("fast", ticks * (1 - dense_share), coded[0], coded[1], True),
-        PassBytes("fast", ticks * dense_share, dense[0], dense[1], False),
+        PassBytes("fast", ticks * (1 - dense_share), moved if once else coded[0], coded[1], True),
+        PassBytes("fast", ticks * dense_share, moved if once else dense[0], dense[1], False),
         PassBytes("old log-probs", forwards * (1 - dense_share), coded[0], None, True),
         PassBytes("old log-probs", (old + reference) * dense_share, dense[0], None, False),
-        PassBytes("anchor", ticks / config.anchor.cadence if config.anchor.enabled else 0.0, dense[0], dense[1], False),
+        PassBytes("anchor", anchors, 0.0 if once else dense[0], dense[1], False),
     ]
     return [part for part in passes if part.count > 0]
 
@@ -198,7 +205,7 @@ class BasisBytes:
 def basis_traffic(config: Config, hidden: int) -> BasisBytes:
     """With ``boundary.basis=self`` the sender of each direction sums, fits and sends; with ``anchor`` both ends sum and
     fit, after every uncompressed pass, and compare a hash."""
-    boundary, ticks = config.boundary, config.grpo.minibatches
+    boundary, ticks = config.boundary_at_work, config.grpo.minibatches
     sides = DIRECTIONS[: 1 if boundary.shared_basis else 2]
     sums = sum(sums_bytes(boundary, side, hidden) for side in sides)
     if boundary.basis == "self":
@@ -225,7 +232,7 @@ def waterfill_channels(boundary: BoundaryConfig, side: Direction, hidden: int) -
 
 def step_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> dict[str, float]:
     """Payload bytes of a step over all boundaries and replicas, by kind; see ``time.StepTime.bytes``."""
-    boundary, hidden = config.boundary, shape.hidden
+    boundary, hidden = config.boundary_at_work, shape.hidden
     boundaries = config.parallel.pipeline - 1
     rows = config.sequences_per_step / config.grpo.minibatches * lengths.rows * boundaries
     sizes = dict.fromkeys(("fast_fwd", "fast_bwd", "old_logprob", "anchor", "basis", "rollout", "ids"), 0.0)

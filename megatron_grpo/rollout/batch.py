@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_grpo.ops.rows import Origin
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -21,6 +23,7 @@ class Batch:
         sampler_logp_BR: fp32 log-probs of the sampled ids in the sampler (temperature-scaled, untruncated).
         advantages_B: fp32.
         counted_B: bool; sequences that are False enter neither the loss nor its denominators. ``None``: all count.
+        drawn_B: int64, number of each in the rollout that drew it; ``None``: nobody asks.
     """
 
     tokens_BS: torch.Tensor
@@ -30,6 +33,7 @@ class Batch:
     sampler_logp_BR: torch.Tensor
     advantages_B: torch.Tensor
     counted_B: torch.Tensor | None = None
+    drawn_B: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tokens_BS)
@@ -80,6 +84,7 @@ class Batch:
             sampler_logp_BR=self.sampler_logp_BR[rows, :width],
             advantages_B=self.advantages_B[rows],
             counted_B=None if self.counted_B is None else self.counted_B[rows],
+            drawn_B=None if self.drawn_B is None else self.drawn_B[rows],
         )
 
     def with_rows(self, rows_K: torch.Tensor, other: "Batch", pad_id: int) -> "Batch":
@@ -98,6 +103,7 @@ class Batch:
             response_lengths_B=put(ours.response_lengths_B, theirs.response_lengths_B),
             sampler_logp_BR=put(ours.sampler_logp_BR, theirs.sampler_logp_BR),
             advantages_B=put(ours.advantages_B, theirs.advantages_B),
+            drawn_B=None if ours.drawn_B is None or theirs.drawn_B is None else put(ours.drawn_B, theirs.drawn_B),
         )
 
     def _padded(self, prompt: int, response: int, pad_id: int) -> "Batch":
@@ -115,6 +121,10 @@ class Batch:
     def input_tokens_BT(self) -> torch.Tensor:
         """What the model reads: every column but the last, which predicts nothing."""
         return self.tokens_BS[:, :-1]
+
+    def origin(self) -> Origin | None:
+        """Whose rows the input tokens make."""
+        return None if self.drawn_B is None else Origin(self.drawn_B, self.prompt_columns - self.prompt_lengths_B)
 
     def padding_BT(self) -> torch.Tensor:
         """True on the left padding of :meth:`input_tokens_BT`."""

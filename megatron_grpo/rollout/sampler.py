@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.ops.rows import Rows, SequenceMemory, carrying_rows
+from megatron_grpo.ops.rows import Origin, Rows, SequenceMemory, carrying_rows
 from megatron_grpo.ops.sampling import row_uniforms, sample
 from megatron_grpo.parallel.groups import ParallelGroups
 from megatron_grpo.parallel.link import Kind, Ledger
@@ -98,6 +98,7 @@ class _Micro:
     """One micro-batch in flight."""
 
     rows: slice
+    origin: Origin
     ids_BR: torch.Tensor
     logp_BR: torch.Tensor
     live_B: torch.Tensor
@@ -162,6 +163,7 @@ class PipelineSampler:
         row_ids: torch.Tensor,
         rule: SamplingRule,
         hand_on: Callable[[Finished], None] = lambda done: None,
+        first: int = 0,
     ) -> Batch:
         """Sample one response a prompt. Collective over the replica.
 
@@ -169,6 +171,7 @@ class PipelineSampler:
             prompts: ids of each prompt.
             row_ids: int64 ``[B]``; with the rule's seed and the column they alone decide a draw, so a sequence is the
                 same in any batch, in any number of micro-batches.
+            first: number of the first sequence in the rollout, of which others may have been drawn before.
             hand_on: given every micro-batch as soon as it has ended, each once, on every rank.
 
         Returns:
@@ -177,7 +180,8 @@ class PipelineSampler:
         tokens_BP, lengths_B = pad_prompts(prompts, rule.pad_id)
         tokens_BP, lengths_B = tokens_BP.to(self._device), lengths_B.to(self._device)
         prompt_columns = tokens_BP.shape[1]
-        micros = self._split(len(prompts), rule)
+        drawn = Origin(torch.arange(first, first + len(prompts), device=self._device), prompt_columns - lengths_B)
+        micros = self._split(drawn, rule)
         padding_BP = torch.arange(prompt_columns, device=self._device) < (prompt_columns - lengths_B)[:, None]
         waiting = iter(micros)
         flight: list[_Micro | None] = list(islice(waiting, self._in_flight))
@@ -199,10 +203,11 @@ class PipelineSampler:
                     ids = micro.ids_BR[:, micro.column - 1 : micro.column]
                     block = _Block(ids, micro.live_B[:, None], start=prompt_columns + micro.column - 1)
                 self._advance(place, micro, block, row_ids, rule)
-        return self._assemble(tokens_BP, lengths_B, micros)
+        return self._assemble(tokens_BP, lengths_B, drawn, micros)
 
-    def _split(self, batch: int, rule: SamplingRule) -> list[_Micro]:
+    def _split(self, drawn: Origin, rule: SamplingRule) -> list[_Micro]:
         """About equal micro-batches, at most ``micro_batches``."""
+        batch = len(drawn.owners_B)
         size = -(-batch // self._micro_batches)
         micros = []
         for start in range(0, batch, size):
@@ -211,6 +216,7 @@ class PipelineSampler:
             micros.append(
                 _Micro(
                     rows=slice(start, start + count),
+                    origin=Origin(drawn.owners_B[start : start + count], drawn.padding_B[start : start + count]),
                     ids_BR=ids_BR,
                     logp_BR=torch.zeros(count, rule.max_response, device=self._device),
                     live_B=torch.ones(count, dtype=torch.bool, device=self._device),
@@ -222,7 +228,7 @@ class PipelineSampler:
     def _advance(self, place: int, micro: _Micro, block: "_Block", row_ids: torch.Tensor, rule: SamplingRule) -> None:
         """One micro-batch through this stage; the last stage draws the next ids and sends them back."""
         ids_Bn, carrying_Bn, start, column = block.ids_Bn, block.carrying_Bn, block.start, micro.column
-        rows = carrying_rows(carrying_Bn, ids_Bn, start=start, memory=micro.memory)
+        rows = carrying_rows(carrying_Bn, ids_Bn, start=start, memory=micro.memory, origin=micro.origin)
         x = ids_Bn
         if not self._groups.is_first_stage:
             x = rows.scatter(self._link.receive_rows(rows), ids_Bn.shape[1]).transpose(0, 1)
@@ -262,7 +268,9 @@ class PipelineSampler:
         size = ids_N.nbytes * (self._stages - 1)
         self._ledger.add("pipeline", self._link.kind, "backward", sent=size, dense=size)
 
-    def _assemble(self, tokens_BP: torch.Tensor, prompt_lengths_B: torch.Tensor, micros: list[_Micro]) -> Batch:
+    def _assemble(
+        self, tokens_BP: torch.Tensor, prompt_lengths_B: torch.Tensor, drawn: Origin, micros: list[_Micro]
+    ) -> Batch:
         lengths_B = torch.cat([micro.lengths_B for micro in micros])
         width = int(lengths_B.max())
         responses_BR = torch.cat([micro.ids_BR for micro in micros])[:, :width]
@@ -273,4 +281,5 @@ class PipelineSampler:
             response_lengths_B=lengths_B,
             sampler_logp_BR=torch.cat([micro.logp_BR for micro in micros])[:, :width],
             advantages_B=torch.zeros(len(lengths_B), device=self._device),
+            drawn_B=drawn.owners_B,
         )

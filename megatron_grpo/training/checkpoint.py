@@ -80,6 +80,7 @@ def load_checkpoint(checkpoint: Path, policy: Policy, steps: StepRunner) -> None
     policy.engine.load(checkpoint, ENGINE)
     state = torch.load(checkpoint / rank_file(policy.groups.rank), weights_only=True, map_location="cpu")
     policy.boundaries.load_state_dict(_on(policy.device, state["boundaries"]))
+    policy.boundaries.load_caches(state["caches"], steps.cache_settings, policy.device)
     if policy.engine.data_link is not None:
         policy.engine.data_link.load_state_dict(_on(policy.device, state["data_link"]))
     steps.load_state_dict(_with_snapshots(state["steps"], policy.device))
@@ -139,6 +140,7 @@ def _rank_state(policy: Policy, steps: StepRunner) -> dict[str, Any]:
         "data_link": None if policy.engine.data_link is None else policy.engine.data_link.state_dict(),
         "steps": state,
         "rng": torch.get_rng_state(),
+        "caches": policy.boundaries.caches_dict(steps.ticks.rollouts()),
         "fragments": plain_fragments(_fragments(policy)),
     }
 

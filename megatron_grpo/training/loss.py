@@ -33,6 +33,7 @@ class Replay:
         reference_logp_BR: log-probs of the reference policy, where a KL term wants them.
         tokens, sequences: that the loss counts, of the whole minibatch, over all replicas: its denominators.
         old_is_sampled: ``old_logp_BR`` are the sampler's, so that they tell nothing of how far the trainer's are off.
+        step: whose rollout it is, where both ends of every boundary hold the rows that crossed in it.
     """
 
     batch: Batch
@@ -41,6 +42,7 @@ class Replay:
     tokens: int
     sequences: int
     old_is_sampled: bool = False
+    step: int | None = None
 
     def paired(self) -> "Replay":
         """The same minibatch with ratio 1, for the anchor."""
@@ -70,7 +72,7 @@ def model_inputs(replay: Replay, micro_batch: int) -> tuple[list[ModelInput], li
     for micro in replay.split(micro_batch):
         batch = micro.batch
         inputs.append(ModelInput(batch.input_tokens_BT(), batch.attention_masked_B1TT(), micro))
-        rows.append(carrying_rows(batch.carrying_BT(), batch.input_tokens_BT()))
+        rows.append(carrying_rows(batch.carrying_BT(), batch.input_tokens_BT(), origin=batch.origin()))
     return inputs, rows
 
 

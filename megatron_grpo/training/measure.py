@@ -150,12 +150,13 @@ def mean_of(values: torch.Tensor, groups: ParallelGroups, device: torch.device) 
 
 
 def q_errors(table: torch.Tensor) -> dict[str, float]:
-    """Q error of each direction, norm(X - decoded) / norm(X), mean over boundaries; absent where nothing crossed."""
+    """Q error of each direction, norm(X - decoded) / norm(X), and drift, norm(X - kept) / norm(X): means over
+    boundaries; absent where nothing crossed, or served."""
     metrics = {}
-    for number, way in enumerate(("fwd", "bwd")):
+    for number, key in enumerate(("boundary/q_error_fwd", "boundary/q_error_bwd", "boundary/drift")):
         residual, norm = table[:, number].unbind(-1)
         if bool((norm > 0).any()):
-            metrics[f"boundary/q_error_{way}"] = (residual[norm > 0] / norm[norm > 0]).sqrt().mean().item()
+            metrics[key] = (residual[norm > 0] / norm[norm > 0]).sqrt().mean().item()
     return metrics
 
 

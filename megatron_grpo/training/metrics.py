@@ -49,6 +49,7 @@ METRIC_KEYS: tuple[str, ...] = (
     "policy/grad_norm",
     "boundary/q_error_fwd",
     "boundary/q_error_bwd",
+    "boundary/drift",
     "boundary/bytes_fast",
     "boundary/bytes_fast_fwd",
     "boundary/bytes_fast_bwd",

@@ -113,16 +113,15 @@ def build_link(cfg: Config, stage: Stage, groups: ParallelGroups, ledger: Ledger
     stages, here = cfg.parallel.pipeline, groups.at.pipeline
     together = cfg.parallel.placement == "one_process"
     tensor_link = stage.tensor_link
+    boundary = cfg.boundary_at_work
     boundaries = build_boundaries(
-        cfg.boundary,
+        boundary,
         stages=stages,
         stage=None if together else here,
         hidden=stage.shape.hidden,
         seed=cfg.train.seed,
         embedding_VH=(
-            read_embedding(Path(cfg.model.path), stage.shape)
-            if cfg.boundary.prediction != "none" and stages > 1
-            else None
+            read_embedding(Path(cfg.model.path), stage.shape) if boundary.prediction != "none" and stages > 1 else None
         ),
         layers=None if tensor_link is None else stage.layers,
     )

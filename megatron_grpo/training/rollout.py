@@ -43,6 +43,7 @@ class Rollouts:
         self._cfg, self._policy, self._task, self._scorer = cfg, policy, task, scorer
         self._tokenizer = tokenizer
         self._encode = prompt_encoder(tokenizer, cfg.data)
+        self._keeps = cfg.boundary.send_once != "off"
 
     def deal(self, first: int, prompts: int) -> tuple[list[Problem], torch.Tensor]:
         """This replica's share of training problems ``first`` and on, one a sample, and the rows' global numbers."""
@@ -52,9 +53,10 @@ class Rollouts:
         return problems, torch.arange(mine.start * size, mine.stop * size)
 
     def draw(
-        self, problems: list[Problem], row_ids: torch.Tensor, rule: SamplingRule, plan: Pass
+        self, problems: list[Problem], row_ids: torch.Tensor, rule: SamplingRule, plan: Pass, first: int = 0
     ) -> tuple[Batch, Scores, RewardTimes]:
-        """A batch, its scores, and what scoring took. Collective: every rank."""
+        """A batch, its scores, and what scoring took; ``first`` sequences of the rollout were drawn before. Collective:
+        every rank."""
         policy = self._policy
         prompts = encode_prompts(self._encode, problems, self._cfg.data.max_prompt)
         scoring = self._scorer.open(prompts, problems)
@@ -66,7 +68,7 @@ class Rollouts:
             columns=self._cfg.data.max_prompt + rollout.max_response,
         )
         with whole, policy.boundaries.running(plan):
-            batch = policy.sampler.sample(prompts, row_ids, rule, scoring.add)
+            batch = policy.sampler.sample(prompts, row_ids, rule, scoring.add, first)
         policy.lean.close()
         scores, times = scoring.close(policy.device)
         return batch, scores, times
@@ -90,19 +92,20 @@ class Rollouts:
         prompts = cfg.grpo.prompts_per_step
         problems, row_ids = self.deal(step * prompts, prompts)
         rule = self.rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, step, "rollout"))
-        plan = Pass("rollout", dense=not by_codec)
+        plan = Pass("rollout", dense=not by_codec, keeps=step if self._keeps else None)
         start = time.perf_counter()
         batch, scores, scoring = self.draw(problems, row_ids, rule, plan)
-        fresh, tokens = 0, batch.response_tokens
+        fresh, tokens, drawn = 0, batch.response_tokens, len(batch)
         for number in range(cfg.grpo.resample_rounds if cfg.grpo.dead_groups == "resample" else 0):
             rows_K = self._dead_rows(scores).nonzero().flatten()
             if not int(sum_over(torch.tensor([len(rows_K)], device=rows_K.device), self._policy.groups.data)):
                 break
-            other, other_scores, times = self._draw_anew(step, number, row_ids[rows_K.cpu()], plan)
+            other, other_scores, times = self._draw_anew(step, number, row_ids[rows_K.cpu()], plan, drawn)
             if len(rows_K):
                 batch = batch.with_rows(rows_K, other, self._tokenizer.pad_id)
                 scores = scores.with_rows(rows_K, other_scores)
             fresh, scoring, tokens = fresh + len(rows_K), scoring + times, tokens + other.response_tokens
+            drawn += len(other)
         seconds = time.perf_counter() - start
         return self._valued(batch, scores, RolloutTimes(seconds, scoring, tokens, fresh))
 
@@ -112,7 +115,7 @@ class Rollouts:
         return dead_groups(scores.reward_B.view(-1, size)).repeat_interleave(size)
 
     def _draw_anew(
-        self, step: int, number: int, row_ids: torch.Tensor, plan: Pass
+        self, step: int, number: int, row_ids: torch.Tensor, plan: Pass, drawn: int
     ) -> tuple[Batch, Scores, RewardTimes]:
         """Responses to other problems for the sequences ``row_ids``, in round ``number``. Collective: every rank.
 
@@ -123,7 +126,7 @@ class Rollouts:
         first = FRESH_PROBLEMS + (step * cfg.grpo.resample_rounds + number) * cfg.grpo.prompts_per_step
         problems = [self._task.train_problem(first + row // cfg.grpo.group_size) for row in row_ids.tolist()]
         rule = self.rule(cfg.rollout.temperature, seed=seed_of(cfg.train.seed, step, f"resample/{number}"))
-        return self.draw(problems, row_ids, rule, plan)
+        return self.draw(problems, row_ids, rule, plan, drawn)
 
     def _valued(self, batch: Batch, scores: Scores, times: RolloutTimes) -> tuple[Batch, RolloutFigures]:
         """The batch with its advantages and with what counts, and what the metrics say of it."""

@@ -12,6 +12,7 @@ import torch
 
 from megatron_grpo.backends.huggingface import Tokenizer
 from megatron_grpo.backends.megatron.schedule import forward_only
+from megatron_grpo.boundary.cache import CacheSettings
 from megatron_grpo.boundary.crossing import Pass
 from megatron_grpo.config import Config, ConfigError
 from megatron_grpo.data.problem import Task
@@ -50,16 +51,23 @@ class StepRunner:
         self._measure = Measure(policy, cfg.grpo, reward_names(cfg.reward))
         self.ticks = TickRunner(cfg, policy)
         self.brakes = Brakes(cfg.train)
+        self._drift = [0.0] * cfg.grpo.minibatches  # of the step before, by minibatch
         self._gap: float | None = None  # mean |dense - codec| log-prob, as last measured; for rollout.path=auto
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the engine and the codecs."""
-        return {"ticks": self.ticks.state_dict(), "brakes": self.brakes.state_dict(), "gap": self._gap}
+        return {
+            "ticks": self.ticks.state_dict(),
+            "brakes": self.brakes.state_dict(),
+            "gap": self._gap,
+            "drift": list(self._drift),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ticks.load_state_dict(state["ticks"])
         self.brakes.load_state_dict(state["brakes"])
         self._gap = state["gap"]
+        self._drift = list(state["drift"])
 
     def calibrate(self) -> None:
         """Fit the first basis of ``boundary.basis=self`` and measure the first gap of ``rollout.path=auto``.
@@ -92,6 +100,7 @@ class StepRunner:
         policy.boundaries.commit()
         refreshes = self._owns_basis and refresh_due(step + 1, cfg.boundary.refresh_steps)
         by_codec = self._samples_by_codec(step)
+        self._open_caches(step, dense=not by_codec)
         batch, figures = self._rollouts.step(step, by_codec=by_codec)
         replays_start = time.perf_counter()
         replays = self._replays(step, batch, by_codec=by_codec)
@@ -101,7 +110,8 @@ class StepRunner:
         rows = []
         for number, replay in enumerate(replays):
             tick = step * cfg.grpo.minibatches + number
-            report = self.ticks.run(tick, replay, uncompressed=self._uncompressed(tick), learn=refreshes)
+            delta = cfg.boundary.send_once == "delta" and self._drift[number] > cfg.boundary.delta_tolerance
+            report = self.ticks.run(tick, replay, uncompressed=self._uncompressed(tick), learn=refreshes, delta=delta)
             if number == 0:
                 report.seconds["time/train"] += old_seconds
             last = number == len(replays) - 1
@@ -109,10 +119,27 @@ class StepRunner:
             row |= self._measure.row(report, figures if last else None)
             if last:
                 row["time/step"] = time.perf_counter() - start
+            self._drift[number] = row.get("boundary/drift", 0.0)
             rows.append(row)
         if refreshes:
             policy.link.refresh_from_sender(policy.groups.data)
         return rows
+
+    @property
+    def _sends_once(self) -> bool:
+        return self._cfg.boundary.send_once != "off"
+
+    @property
+    def cache_settings(self) -> CacheSettings:
+        """How rows of rollouts are kept."""
+        return CacheSettings(self._cfg.boundary.cache_place, self._cfg.boundary.cache_limit)
+
+    def _open_caches(self, step: int, *, dense: bool) -> None:
+        """Both ends keep this step's rollout, and those before it that an anchor will replay."""
+        if self._sends_once:
+            boundaries = self._policy.boundaries
+            boundaries.drop_caches(self.ticks.rollouts())
+            boundaries.open_caches(step, self.cache_settings, dense=dense)
 
     def _uncompressed(self, tick: int) -> bool:
         """Whether ``tick`` crosses dense: every ``boundary.dense_every``-th, and the bootstrap.
@@ -227,15 +254,17 @@ class StepRunner:
         totals = sum_over(torch.tensor(counts, device=self._policy.device), groups.data).tolist()
         replays = []
         for number, (minibatch, (tokens, sequences)) in enumerate(zip(minibatches, totals, strict=True)):
-            replay = Replay(minibatch, None, None, tokens=tokens, sequences=sequences)
+            kept = step if self._sends_once else None
+            replay = Replay(minibatch, None, None, tokens=tokens, sequences=sequences, step=kept)
             # The first tick runs at the weights that old log-probs are of: its own forward is the old one. Not so
             # where a basis may change inside the step.
             uncompressed = self._uncompressed(step * cfg.grpo.minibatches + number)
             one_basis = cfg.boundary.commit == "step"
-            if number > 0 and by_codec and one_basis and not uncompressed:
+            one_policy = self._sends_once or (by_codec and one_basis and not uncompressed)
+            if number > 0 and one_policy:
                 # sampler and trainer are one policy
                 replay = replace(replay, old_logp_BR=minibatch.sampler_logp_BR, old_is_sampled=True)
-            elif number > 0 or not one_basis:
+            elif not one_policy and (number > 0 or not one_basis):
                 replay = replace(replay, old_logp_BR=self._logprobs(replay, uncompressed))
             if self._reference is not None:
                 with self._policy.engine.at_weights(self._reference):

@@ -82,6 +82,10 @@ class TickRunner:
         self._last_arrival: int | None = None
         self.skipped = 0
 
+    def rollouts(self) -> set[int]:
+        """Steps whose rollouts a later anchor replays."""
+        return {step for step in self._snapshots.steps() if step is not None}
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the engine and the codecs."""
         return {
@@ -103,12 +107,15 @@ class TickRunner:
         self._last_arrival = state["last_arrival"]
         self.skipped = state["skipped"]
 
-    def run(self, tick: int, replay: Replay, *, uncompressed: bool, learn: bool = False) -> TickReport:
+    def run(
+        self, tick: int, replay: Replay, *, uncompressed: bool, learn: bool = False, delta: bool = False
+    ) -> TickReport:
         """One tick on ``replay``. Collective: every rank.
 
         Args:
             uncompressed: boundaries cross dense, and what learns from such passes learns from this one.
             learn: senders learn from their own rows (``boundary.basis=self``); the caller refreshes.
+            delta: what kept rows have moved crosses (``boundary.send_once=delta``).
         """
         policy, schedule = self._policy, self._schedule
         device = policy.device
@@ -120,7 +127,7 @@ class TickRunner:
         with report.timed("time/anchor"):
             arrived = fires and self._fire(tick)
         with report.timed("time/train"):
-            self._fast(replay, report, uncompressed=uncompressed, learn=learn)
+            self._fast(replay, report, uncompressed=uncompressed, learn=learn, delta=delta)
         with report.timed("time/merge"):
             self._merge(tick, report, remembers=remembers, fires=fires, arrived=arrived)
         with report.timed("time/train"):
@@ -143,9 +150,15 @@ class TickRunner:
         self._pass(replay, plan)
         self._policy.engine.discard_gradients()
 
-    def _fast(self, replay: Replay, report: TickReport, *, uncompressed: bool, learn: bool) -> None:
+    def _fast(self, replay: Replay, report: TickReport, *, uncompressed: bool, learn: bool, delta: bool) -> None:
         both = uncompressed and self._learns_from_dense
-        plan = Pass("fast", dense=uncompressed, observe="both" if both else "sender" if learn else None)
+        plan = Pass(
+            "fast",
+            dense=uncompressed,
+            observe="both" if both else "sender" if learn else None,
+            reuses=replay.step,
+            delta=delta,
+        )
         collected = self._pass(replay, plan)
         if collected:
             report.sums = torch.stack([sums for sums, _ in collected]).sum(0)
@@ -167,7 +180,12 @@ class TickRunner:
         policy = self._policy
         snapshot = self._snapshots.get(tick - self._schedule.delay)
         with policy.engine.at_weights(snapshot.weights):
-            plan = Pass("anchor", dense=True, observe="both" if self._learns_from_dense else None)
+            plan = Pass(
+                "anchor",
+                dense=True,
+                observe="both" if self._learns_from_dense else None,
+                reuses=snapshot.batch.step,
+            )
             self._pass(snapshot.batch, plan)
         finite = bool(policy.engine.gradient_norm().isfinite())
         if finite:

@@ -31,6 +31,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "rollout": {"path": "codec"},
     },
     "anchored": {"boundary": LOWRANK, "anchor": {"enabled": True, "cadence": 2, "delay": 0}},
+    "send_once": {
+        "boundary": {"codec": None, "payload": None, "send_once": "reuse"},
+        "anchor": {"enabled": True, "cadence": 2, "delay": 2},
+        "merger": {"kind": "signed_ema"},
+    },
     "dense_every": {"boundary": LOWRANK | {"dense_every": 3}, "grpo": {"kl_coef": 0.01}},
 }
 

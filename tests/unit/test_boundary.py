@@ -342,7 +342,7 @@ def test_only_the_fast_pass_is_measured_and_errors_are_taken_once() -> None:
     cfg = BoundaryConfig(codec="lowrank", rank=R, payload="float32")
     middle = build_boundaries(cfg, stages=4, stage=1, hidden=H, seed=1)
     assert sorted(middle.crossings) == [0, 1]
-    expected = torch.zeros(3, 2, 2, dtype=torch.float64)
+    expected = torch.zeros(3, 3, 2, dtype=torch.float64)
     crossed_here: list[tuple[int, Direction, int]] = [(0, "backward", 0), (1, "forward", 1), (1, "forward", 2)]
     for index, way, seed in crossed_here:
         crossed = middle.crossings[index]

@@ -160,17 +160,22 @@ class CodecP2PCommunicator(P2PCommunicator):
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         """Megatron's one door to the wire. ``tensor_shape`` is ``None`` on a pure send."""
-        sends = [
-            dist.P2POp(dist.isend, self._outgoing(stream, tensor), self._peer(stream), self.pp_group)
+        parts = {
+            stream: self._outgoing(stream, tensor)
             for stream, tensor in (("send_prev", tensor_send_prev), ("send_next", tensor_send_next))
             if tensor is not None
-        ]
+        }
         wanted = [stream for stream, wants in (("recv_prev", recv_prev), ("recv_next", recv_next)) if wants]
         messages = {stream: self._expect(stream, tensor_shape) for stream in wanted}
         # Receives first: gloo announces them on the connection that the sends fill, and a peer sends once it was told.
+        # Where the other end holds every row already, a message is empty and does not cross.
         operations = [
-            *(dist.P2POp(dist.irecv, m.part, self._peer(stream), self.pp_group) for stream, m in messages.items()),
-            *sends,
+            dist.P2POp(verb, part, self._peer(stream), self.pp_group)
+            for verb, stream, part in (
+                *((dist.irecv, stream, message.part) for stream, message in messages.items()),
+                *((dist.isend, stream, part) for stream, part in parts.items()),
+            )
+            if part.numel()
         ]
         for request in dist.batch_isend_irecv(operations) if operations else []:
             request.wait()
@@ -232,7 +237,7 @@ class CodecP2PCommunicator(P2PCommunicator):
         return flat[start : start + share].contiguous()
 
     def _gathered(self, payload: torch.Tensor, part: torch.Tensor, direction: Direction) -> torch.Tensor:
-        if self.tp_group is None:
+        if self.tp_group is None or not payload.numel():
             return part
         parts = [torch.empty_like(part) for _ in range(self.tp_group.size())]
         dist.all_gather(parts, part, group=self.tp_group)

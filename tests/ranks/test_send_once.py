@@ -1,0 +1,164 @@
+"""``boundary.send_once``: rows that crossed while a rollout was sampled do not cross again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_grpo.parallel.groups import Layout
+from megatron_grpo.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_grpo.training.files import CheckpointFolder
+from megatron_grpo.training.resume import Progress
+from megatron_grpo.training.step import Row
+from tests.harness import run_ranks
+from tests.ranks.support import TINY, config, largest_difference, policy_of, runner_of, timeless, weights_of
+
+Tensors = dict[str, torch.Tensor]
+OFF = {"codec": "identity", "payload": "float32"}
+REUSE = OFF | {"send_once": "reuse"}
+LONGEST = 20 * 96 * 4
+"""Bytes of a sequence: 9 tokens of a prompt, and 11 of a response that are read."""
+RESAMPLE = {"dead_groups": "resample", "resample_rounds": 2, "group_size": 2, "prompts_per_step": 8}
+
+
+def run(
+    rank: int, world: int, layout: Layout, steps: int, zero: int, sections: dict[str, Any]
+) -> tuple[list[Row], Tensors]:
+    """Rows of some steps of the tiny policy, and the weights after them."""
+    usual = {
+        "grpo": {"group_size": 4, "prompts_per_step": 4},
+        "rollout": {"max_response": 12, "path": "dense"},
+        "data": {"val_size": 5},
+    }
+    merged = {name: usual.get(name, {}) | sections.get(name, {}) for name in usual.keys() | sections.keys()}
+    cfg = config(TINY, layout, zero, **merged)
+    with policy_of(cfg) as policy:
+        runner = runner_of(cfg, policy)
+        runner.calibrate()
+        rows = [row for step in range(steps) for row in runner.run(step)]
+        return timeless(rows), weights_of(policy)
+
+
+def test_one_tick_a_step_on_four_stages_trains_as_dense_does() -> None:
+    layout, steps = Layout(pipeline=4), 10
+    ((off, dense), *_) = run_ranks(run, 4, layout, steps, 1, {"boundary": OFF}, timeout_s=150.0)
+    ((rows, weights), *_) = run_ranks(run, 4, layout, steps, 1, {"boundary": REUSE}, timeout_s=150.0)
+    assert largest_difference(weights, dense) < 1e-4
+    assert [row["reward/mean"] for row in rows] == [row["reward/mean"] for row in off]
+    for row, other in zip(rows, off, strict=True):
+        assert row["boundary/bytes_fast_fwd"] == 0 and row["boundary/bytes_old_logprob"] == 0
+        assert row["boundary/bytes_fast_bwd"] == other["boundary/bytes_fast_bwd"] > 0
+        assert row["boundary/bytes_rollout"] == other["boundary/bytes_rollout"]
+        assert row["boundary/bytes_dense_equivalent"] == other["boundary/bytes_dense_equivalent"]
+        assert row["boundary/drift"] < 1e-5 and row["rollout/logprob_gap"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero", "sections"),
+    [
+        (Layout(pipeline=2), 0, {"grpo": RESAMPLE | {"minibatches": 2}, "rollout": {"in_flight": 3}}),
+        (Layout(pipeline=2, data=2), 3, {"grpo": RESAMPLE | {"minibatches": 2}}),
+        (Layout(pipeline=2, tensor=2), 1, {"grpo": {"minibatches": 2}}),
+    ],
+    ids=["resample", "zero3", "tensor"],
+)
+def test_every_row_finds_its_own(layout: Layout, zero: int, sections: dict[str, Any]) -> None:
+    """At learning rate 0 nothing moves, so what serves must be what would cross, wherever sequences went since."""
+    sections = sections | {"boundary": REUSE | sections.get("boundary", {}), "optim": {"lr": 0.0}}
+    ((rows, _), *_) = run_ranks(run, layout.world_size, layout, 2, zero, sections, timeout_s=150.0)
+    assert all(row["boundary/drift"] < 1e-5 for row in rows)
+    assert all(row["boundary/bytes_fast_fwd"] == row["boundary/bytes_old_logprob"] == 0 for row in rows)
+    if "dead_groups" in sections.get("grpo", {}):
+        assert sum(row.get("rollout/resampled_frac", 0.0) for row in rows) > 0
+
+
+def test_rows_that_crossed_coded_serve_as_they_were_decoded() -> None:
+    """Trainer and sampler are one policy, whatever the codec does to it, and the forward codec is paid for once."""
+    boundary = REUSE | {"codec": "lowrank", "payload": "bfloat16", "rank": 24}
+    sections = {"boundary": boundary, "rollout": {"path": "codec"}, "grpo": {"minibatches": 2}}
+    ((rows, _), *_) = run_ranks(run, 2, Layout(pipeline=2), 3, 1, sections, timeout_s=150.0)
+    for row in rows:
+        assert row["boundary/bytes_fast_fwd"] == row["boundary/bytes_old_logprob"] == 0
+        assert row["boundary/q_error_fwd"] > 0.01 and "boundary/drift" not in row
+        assert row.get("rollout/logprob_gap", 0.0) < 1e-4
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_what_does_not_fit_crosses_again(place: str) -> None:
+    """With room for about half: the other sequences cross whole, dense as they did when they were sampled."""
+    part = REUSE | {"cache_place": place, "cache_gib": 40_000 / 2**30}
+    ((whole, dense), *_) = run_ranks(run, 2, Layout(pipeline=2), 3, 1, {"boundary": REUSE}, timeout_s=120.0)
+    ((rows, weights), *_) = run_ranks(run, 2, Layout(pipeline=2), 3, 1, {"boundary": part}, timeout_s=120.0)
+    assert largest_difference(weights, dense) < 1e-4
+    for row, other in zip(rows, whole, strict=True):
+        # float32 rows: twice the bfloat16 of the dense equivalent
+        forward = row["boundary/bytes_dense_equivalent"]
+        assert forward - 40_000 <= row["boundary/bytes_fast_fwd"] < forward - 40_000 + LONGEST
+        assert row["boundary/bytes_fast_fwd"] > 0 and other["boundary/bytes_fast_fwd"] == 0
+
+
+def test_a_delta_brings_what_has_moved() -> None:
+    """Four ticks a step at a high rate: with the difference at full budget, little of the drift is left."""
+    found = {}
+    for mode in ("reuse", "delta"):
+        boundary = OFF | {"send_once": mode}
+        if mode == "delta":
+            boundary |= {"delta_tolerance": 0.0, "delta_budget": 0.5}
+        sections = {"boundary": boundary, "grpo": {"minibatches": 4}, "optim": {"lr": 3e-4, "warmup_ticks": 0}}
+        ((found[mode], _), *_) = run_ranks(run, 2, Layout(pipeline=2), 2, 1, sections, timeout_s=120.0)
+    reused, moved = (rows[-1] for rows in found.values())
+    assert reused["boundary/drift"] == reused["boundary/q_error_fwd"] > 1e-3
+    assert reused["boundary/bytes_fast_fwd"] == 0
+    assert moved["boundary/q_error_fwd"] < 0.1 * moved["boundary/drift"]
+    assert 0 < moved["boundary/bytes_fast_fwd"] <= 0.26 * moved["boundary/bytes_dense_equivalent"]
+
+
+def test_one_process_is_the_ranks() -> None:
+    sections = {"boundary": REUSE, "grpo": {"minibatches": 2}}
+    ((rows, weights), *_) = run_ranks(run, 2, Layout(pipeline=2), 2, 0, sections, timeout_s=120.0)
+    together = sections | {"parallel": {"placement": "one_process"}}
+    ((alone, same),) = run_ranks(run, 1, Layout(pipeline=2), 2, 0, together, timeout_s=120.0)
+    assert largest_difference(same, weights) < 1e-4
+    for row, other in zip(alone, rows, strict=True):
+        assert {k: v for k, v in row.items() if "bytes" in k} == {k: v for k, v in other.items() if "bytes" in k}
+
+
+ANCHORED = {
+    "boundary": REUSE | {"basis": "anchor"},
+    "anchor": {"enabled": True, "cadence": 2, "delay": 3},
+    "merger": {"kind": "signed_ema", "alpha": 0.5},
+    "grpo": {"group_size": 4, "prompts_per_step": 4, "minibatches": 2},
+    "rollout": {"max_response": 12, "path": "dense"},
+    "data": {"val_size": 5},
+}
+
+
+def resumed(rank: int, world: int, folder: str) -> list[tuple[list[Row], Tensors]]:
+    """Steps 3 and 4: uninterrupted, and from a checkpoint before them."""
+    cfg = config(TINY, Layout(pipeline=2), 1, **ANCHORED)
+    checkpoints, results = CheckpointFolder(Path(folder), 1), []
+    with policy_of(cfg) as policy:
+        runner = runner_of(cfg, policy)
+        for step in range(2):
+            runner.run(step)
+        save_checkpoint(cfg, checkpoints, policy, runner, Progress(2, {}))
+        results.append((timeless([row for step in (2, 3) for row in runner.run(step)]), weights_of(policy)))
+    (saved,) = (path for path in Path(folder).iterdir() if path.is_dir())
+    with policy_of(cfg) as policy:
+        runner = runner_of(cfg, policy)
+        load_checkpoint(saved, policy, runner)
+        results.append((timeless([row for step in (2, 3) for row in runner.run(step)]), weights_of(policy)))
+    return results
+
+
+def test_an_anchor_sends_gradients_alone_and_resumes_exactly(tmp_path: Path) -> None:
+    for (rows, weights), (again, same) in run_ranks(resumed, 2, str(tmp_path), timeout_s=120.0):
+        assert again == rows
+        assert all(torch.equal(same[name], weights[name]) for name in weights)
+        fired = [row for row in rows if row["anchor/fired"]]
+        assert fired
+        for row in fired:
+            # backward in float32 alone: as much as the dense equivalent, which is both directions in bfloat16
+            assert row["boundary/bytes_anchor"] > 0
+            assert row["boundary/bytes_fast_fwd"] == 0

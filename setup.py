@@ -36,6 +36,7 @@ setup(
         "math-verify",
         "matplotlib",
         "plotly",
+        "psutil",
     ],
     extras_require={
         "dev": ["pytest", "pytest-xdist", "ruff", "mypy", "import-linter"],

@@ -77,7 +77,7 @@ def start_on_hosts(arguments: list[str], cluster: Cluster, config: Config) -> in
         )
     if cluster.launcher != "pdsh":
         environment |= {"MASTER_ADDR": meeting(cluster, slots), "MASTER_PORT": str(cluster.port)}
-    return supervise(runner_command(arguments, cluster, slots, config), environment)
+    return supervise(runner_command(arguments, cluster, slots, config), environment, elsewhere=True)
 
 
 def choose(cluster: Cluster, config: Config) -> Slots:

@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from megatron_grpo.config import ConfigError, ParallelConfig
 from megatron_grpo.parallel.placement import use_interface
 
@@ -40,10 +42,14 @@ def start_local(arguments: list[str], ranks: int, parallel: ParallelConfig) -> i
     return supervise(command, rank_environment(dict(os.environ), threads=None if devices else parallel.threads))
 
 
-def supervise(command: list[str], environment: dict[str, str]) -> int:
-    """Run a launcher in a process group of its own until it ends, passing signals on; the exit code of the run."""
+def supervise(command: list[str], environment: dict[str, str], *, elsewhere: bool = False) -> int:
+    """Run a launcher in a process group of its own until it ends, passing signals on; the exit code of the run.
+
+    Args:
+        elsewhere: its ranks are no children of it, and it has its own way to end them.
+    """
     launcher = subprocess.Popen(command, env=environment, start_new_session=True)
-    with _forwarding(launcher.pid) as received:
+    with _forwarding(launcher.pid, to_ranks=not elsewhere) as received:
         code = launcher.wait()
     with suppress(ProcessLookupError):  # what the launcher left behind, if it was killed itself
         os.killpg(launcher.pid, signal.SIGKILL)
@@ -87,11 +93,19 @@ def on_cpu(parallel: ParallelConfig) -> bool:
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[int]:
-    """Indices of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, found by their device files."""
+    """Indices of the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, found by their device files.
+
+    Errors: ConfigError where it names them otherwise, as DeepSpeed's launcher deals out numbers.
+    """
     present = sorted(int(file.name[6:]) for file in devices.glob("nvidia*") if file.name[6:].isdigit())
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return list(range(len(present)))
+    if any(item.strip().startswith(("GPU-", "MIG-")) for item in chosen.split(",")):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={chosen}: names devices by identifier, which DeepSpeed's launcher cannot deal out; "
+            "name them by number, or use parallel.backend=gloo to run on the CPU"
+        )
     wanted = [int(item) for item in chosen.split(",") if item.strip().isdigit()]
     return [index for index in wanted if index < len(present)]
 
@@ -132,17 +146,33 @@ def free_port() -> int:
 
 
 @contextmanager
-def _forwarding(group: int) -> Iterator[list[int]]:
-    """While inside, pass signals on to a process group; yields the list of those received."""
+def _forwarding(group: int, *, to_ranks: bool) -> Iterator[list[int]]:
+    """While inside, pass signals on to the ranks of the launcher that leads ``group``; yields those received.
+
+    With ``to_ranks`` the first one reaches the ranks alone, which end after their step, however long that takes: a
+    launcher that was told itself would kill them after 30 s. The second one kills the group.
+    """
     received: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL if received else signal.SIGTERM)
+        if to_ranks and not received:
+            _terminate_ranks(group)
+        else:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL if received else signal.SIGTERM)
         received.append(number)
 
     with handling_signals(forward):
         yield received
+
+
+def _terminate_ranks(launcher: int) -> None:
+    """SIGTERM to the children of a launcher, or to itself while it has none."""
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(launcher)
+        for process in parent.children() or [parent]:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
 
 
 @contextmanager

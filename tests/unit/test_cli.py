@@ -223,6 +223,9 @@ def test_gpus_are_counted_by_their_device_files(tmp_path: Path, monkeypatch: pyt
     assert launch.visible_gpus(tmp_path) == [2, 0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert launch.visible_gpus(tmp_path) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8a5b,GPU-1c2d")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=GPU-8a5b,GPU-1c2d: names devices by identifier"):
+        launch.visible_gpus(tmp_path)
 
 
 def test_devices_follow_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -215,7 +216,7 @@ def test_a_task_of_mpi_or_slurm_is_a_rank_where_a_meeting_point_is_named(names: 
 def test_this_host_alone_is_started_directly(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host file with one host that is this one needs no ssh; one with a host elsewhere never runs here."""
     started: list[list[str]] = []
-    monkeypatch.setattr(cluster, "supervise", lambda command, environment: started.append(command) or 0)
+    monkeypatch.setattr(cluster, "supervise", lambda command, environment, **how: started.append(command) or 0)
     config = load_config(home / "run.yaml")
     for name in (socket.gethostname(), "elsewhere"):
         (home / "hosts").write_text(f"{name} slots=2\n")
@@ -262,9 +263,34 @@ def test_the_command_refuses_what_cannot_start(
 ) -> None:
     monkeypatch.chdir(home)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(cluster, "supervise", lambda command, environment: pytest.fail("a rank was started"))
+    monkeypatch.setattr(cluster, "supervise", lambda command, environment, **how: pytest.fail("a rank was started"))
     (home / "hosts").write_text("a slots=1\nb slots=1\n")
     result = CliRunner().invoke(app, ["train", "run.yaml", "grpo.prompts_per_step=32", *options])
     assert result.exit_code == 2
     assert "config error: " in result.output and said in result.output
     assert not (home / "runs").exists()
+
+
+RANK = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+print("up", flush=True)
+time.sleep(60)
+"""
+LAUNCHER = f"""
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+sys.exit(subprocess.run([sys.executable, "-c", {RANK!r}]).returncode)
+"""
+
+
+def test_a_signal_reaches_the_ranks_and_not_their_launcher(tmp_path: Path) -> None:
+    """Which would kill them after 30 s: this one ends with 1 when it is told, and its rank with 143."""
+    code = (
+        "import os, sys\nfrom megatron_grpo.launch.local import supervise\n"
+        "code = supervise([sys.executable, '-c', sys.argv[1]], dict(os.environ))\nprint(code)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, LAUNCHER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.read() == "143\n"

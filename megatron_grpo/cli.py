@@ -125,7 +125,12 @@ def plan(
 ) -> None:
     """Show what a run would be: ranks, links, bytes, memory, time, and every config error. Starts nothing."""
     with _config_errors():
-        cfg = load_config(config, overrides)
+        try:
+            cfg = load_config(config, overrides)
+        except ConfigError as error:
+            if as_json:
+                print(json.dumps({"errors": str(error).splitlines()}))
+            raise
         errors = check_config(cfg, sizes_alone=holds_sizes_alone(Path(cfg.model.path)))
         try:
             _check_problems(cfg)

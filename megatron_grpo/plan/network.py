@@ -109,12 +109,15 @@ class Placement:
         return range(stage * width, (stage + 1) * width)
 
     def boundary_shared(self, lower: int, upper: int) -> int:
-        """Replicas whose messages between two stages leave the same host at the same time; 0: none leaves one."""
+        """Replicas whose messages between two stages leave or reach the same host at the same time; 0: none leaves
+        one."""
         if not self.names:
             return 1
         starts = [(replica * self.tensor) for replica in range(self.data)]
         low, high = self.ranks(lower), self.ranks(upper)
-        return _most(self.names[low[i]] for i in starts if self.names[low[i]] != self.names[high[i]])
+        pairs = [(self.names[low[i]], self.names[high[i]]) for i in starts]
+        apart = [pair for pair in pairs if pair[0] != pair[1]]
+        return max(_most(sender for sender, _ in apart), _most(receiver for _, receiver in apart))
 
     def data_shared(self) -> int:
         """Data-parallel groups with ranks on several hosts that meet on the same one; 0: all are inside hosts."""

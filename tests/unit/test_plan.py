@@ -17,7 +17,7 @@ from megatron_grpo.conversion.families import model_shape
 from megatron_grpo.launch.hosts import Host
 from megatron_grpo.plan import Device, Rates, build_plan, parse_rate, predict
 from megatron_grpo.plan.memory import snapshots, stage_memory
-from megatron_grpo.plan.network import FRAME, Line, placement_of
+from megatron_grpo.plan.network import FRAME, Line, Placement, placement_of
 from megatron_grpo.plan.schedule import StageTimes, pass_seconds, prefill_seconds, round_seconds
 from megatron_grpo.plan.sizes import parameter_count, read_shape, stage_sizes
 from megatron_grpo.plan.sums import gradient_payload, tensor_row
@@ -268,6 +268,20 @@ def test_the_json_has_every_error(home: Path) -> None:
     assert result.exit_code == 2
     errors = json.loads(result.stdout)["errors"]
     assert len(errors) == 2 and "boundary.rank=900 exceeds" in errors[0] and "--link-rate=9: is no rate" in errors[1]
+
+
+def test_the_json_has_the_errors_of_a_config_that_does_not_load(home: Path) -> None:
+    arguments = ["plan", str(home / "run.yaml"), "--json", "grpo.group_size=1", "boundary.rank=900"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    errors = json.loads(result.stdout)["errors"]
+    assert len(errors) == 2 and "grpo.group_size=1" in errors[0] and "boundary.rank=900" in errors[1]
+
+
+@pytest.mark.parametrize("names", [("a", "b", "c", "c"), ("c", "c", "a", "b")])
+def test_replicas_share_the_link_of_the_host_that_sends_or_receives(names: tuple[str, ...]) -> None:
+    """Two stages of two replicas, one stage of both on host c: its one link carries both either way."""
+    assert Placement(pipeline=2, data=2, tensor=1, names=names).boundary_shared(0, 1) == 2
 
 
 def test_sizes_alone_can_be_planned_and_not_trained() -> None:

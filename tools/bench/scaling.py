@@ -3,8 +3,9 @@
 Puts a family of models through the plan's model of time: pipelines of 2 to 64 stages, hidden sizes of 1k to 16k,
 links of 10 Mbit/s to 100 Gbit/s, uncompressed and by the default codecs. Prints one JSON object and draws it. The
 crossover is the rate of the links above which compression saves less than a tenth of a step. Latency is left out: it
-adds the same to both. Exits 1 when the results contradict what must hold: compression never sends more, and a step
-never takes longer; on faster links nothing takes longer; the crossover falls with the hidden size (products grow with
+adds the same to both; so is the work of coding, which adds to the compressed step where stages are thin. Exits 1 when
+the results contradict what must hold: compression never sends more, and a step never takes longer; on faster links
+nothing takes longer; the crossover falls with the hidden size (products grow with
 its square, rows with itself) and, from 4k on, rises with the number of stages (each has less to multiply, and as much
 to send; in smaller models the head, which one stage has whole, decides).
 """
@@ -57,7 +58,8 @@ class Point:
 
 
 def family(hidden: int) -> ModelShape:
-    """A Llama of 64 layers with heads of 128, 8 KV groups and a feed-forward width of 3.5 H, as the 70B one has."""
+    """A Llama of 64 layers with heads of 128, a KV group for each 1024 columns and a feed-forward width of
+    3.5 H, as the 70B one has."""
     sizes = {
         "hidden_size": hidden,
         "num_hidden_layers": LAYERS,

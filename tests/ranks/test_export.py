@@ -1,5 +1,6 @@
 """The export, weight by weight: the very tensors that the ranks hold, at every layout and ZeRO stage."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,23 @@ def test_export_holds_what_the_ranks_hold(
     changed = [not torch.equal(after[name].float(), before[name]) for name in after]
     assert all(changed), "every tensor has moved"
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (TINY / "tokenizer.json").read_bytes()
+
+
+def export_without_gradients(rank: int, world: int, model: str, folder: str) -> float:
+    """The gradient norm of a tick whose advantages are all zero; every rank exports to a folder of its own."""
+    cfg = config(Path(model), Layout(pipeline=2, data=2), 1)
+    with policy_of(cfg) as policy:
+        batch = minibatch()
+        still = replace(batch, advantages_B=torch.zeros_like(batch.advantages_B))
+        report = TickRunner(cfg, policy).run(0, replay_of(still, policy), uncompressed=False)
+        export_policy(policy, Path(folder) / str(rank), source=Path(model), tokenizer=TINY)
+    return report.values["policy/grad_norm"]
+
+
+def test_g6_one_rank_writes_and_no_gradient_is_no_hang(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    assert run_ranks(export_without_gradients, 4, str(model), str(tmp_path / "out")) == [0.0] * 4
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["0"]
 
 
 def export_drifted(rank: int, world: int, model: str, target: str) -> None:

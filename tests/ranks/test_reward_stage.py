@@ -73,6 +73,8 @@ def train(
 
 @pytest.mark.parametrize(("name", "dead"), [("pp2", "keep"), ("tp2", "keep"), ("dp2", "resample")])
 def test_rewards_and_weights_are_those_without_it(name: str, dead: str, judge: Path, tmp_path: Path) -> None:
+    """G5 at ZeRO 3 ("dp2"): a reward model is no part of the engine, and whole where it scores. G3 there: replicas that
+    draw different numbers of sequences anew still run the same collectives."""
     layout, zero = PARTS[name]
     found: dict[bool, list[Any]] = {}
     for stage in (False, True):

@@ -207,6 +207,7 @@ def test_equal_rows_are_different_problems(write: Write) -> None:
     [("2:5", [3, 4, 5]), (":3", [1, 2, 3]), ("-3:", [8, 9, 10]), ("5:-2", [6, 7, 8]), (None, list(range(1, 11)))],
 )
 def test_slices_count_from_zero_and_keep_row_numbers(write: Write, part: str | None, ids: list[int]) -> None:
+    """G12: negative ones too."""
     data = DataConfig(task="jsonl", path=write(*_rows(10)), val_path=write(*_rows(4), name="val.jsonl"), val_size=2)
     data = data.model_copy(update={"rows": part, "val_rows": "1:3"})
     task = build_task(data, seed=0)

@@ -297,6 +297,7 @@ def test_resume_takes_a_checkpoint_a_checkpoint_root_or_a_run_directory(tmp_path
 
 @pytest.mark.parametrize("made", ["nothing", "empty", "interrupted", "unrelated"])
 def test_an_explicit_resume_path_without_a_checkpoint_is_an_error(tmp_path: Path, made: str) -> None:
+    """G13, F7."""
     path = tmp_path / made
     if made == "interrupted":
         path = CheckpointFolder(tmp_path, keep=1).begin(20)

@@ -100,8 +100,8 @@ def choose(cluster: Cluster, config: Config) -> Slots:
     numeric = next((name for name in slots if ":" in name), None)
     if numeric is not None and cluster.node is None and (cluster.include or cluster.exclude):
         raise ConfigError(
-            f"--hostfile={cluster.hostfile}: in --include and --exclude DeepSpeed's runner takes the colon of {numeric} "
-            "for the beginning of slots; write a host file of those hosts, or name them"
+            f"--hostfile={cluster.hostfile}: DeepSpeed's runner takes the colon of {numeric} in --include for "
+            "the beginning of slots; write a host file of those hosts, or name them"
         )
     if cluster.launcher in WHOLE_HOSTS_ONLY and (cluster.include or cluster.exclude):
         raise ConfigError(

@@ -137,7 +137,7 @@ def test_tensor_groups_stay_inside_a_host() -> None:
         ("a slots=1\nb slots=1", {"node": 2}, [], "--node-rank=2: there are 2 hosts (a, b); use 0 to 1"),
         ("a slots=1\nb slots=1", {"launcher": "ssh"}, [], "--launcher=ssh: is not known; use one of pdsh, openmpi"),
         ("a slots=2\nb slots=1", {"launcher": "openmpi", "include": "a"}, [], "knows neither --include nor --exclude"),
-        ("fd00::1 slots=2\nb slots=1", {"include": "fd00::1"}, [], "takes the colon of fd00::1 for the beginning"),
+        ("fd00::1 slots=2\nb slots=1", {"include": "fd00::1"}, [], "takes the colon of fd00::1 in --include"),
     ],
 )
 def test_what_cannot_start_is_refused(

@@ -111,6 +111,8 @@ def plan(
     hostfile: Annotated[
         Path | None, typer.Option(help="Hosts as DeepSpeed reads them; without, every stage is on its own.")
     ] = None,
+    include: Annotated[str, typer.Option(metavar="NAME[:SLOT,...][@...]", help="Only these hosts and slots.")] = "",
+    exclude: Annotated[str, typer.Option(metavar="NAME[:SLOT,...][@...]", help="All but these.")] = "",
     link_rate: Annotated[str, typer.Option(metavar="RATE", help="Of a link between hosts.")] = "100mbit",
     latency: Annotated[float, typer.Option(min=0, metavar="MS", help="Of such a link, milliseconds one way.")] = 1.0,
     local_rate: Annotated[str, typer.Option(metavar="RATE", help="Of a link inside a host.")] = "400gbit",
@@ -121,6 +123,13 @@ def plan(
     host_memory_rate: Annotated[
         float, typer.Option(min=1e-3, metavar="GB/S", help="A rank's share of its host's memory.")
     ] = 25.0,
+    overhead: Annotated[
+        float, typer.Option(min=0, metavar="MS", help="Of a layer and micro-batch of a training forward.")
+    ] = 0.0,
+    decode_overhead: Annotated[
+        float, typer.Option(min=0, metavar="MS", help="Of a layer and micro-batch of a sampled column.")
+    ] = 0.0,
+    pass_overhead: Annotated[float, typer.Option(min=0, metavar="MS", help="Of a training pass.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a run would be: ranks, links, bytes, memory, time, and every config error. Starts nothing."""
@@ -136,16 +145,19 @@ def plan(
             _check_problems(cfg)
         except ConfigError as error:
             errors.append(str(error))
-        from megatron_grpo.launch.hosts import read_hostfile
+        from megatron_grpo.launch.cluster import Cluster, choose
+        from megatron_grpo.launch.hosts import Host
         from megatron_grpo.plan import Device, Rates, build_plan, outline_tables, parse_rate, plan_tables
 
         whole = None
         try:
-            hosts = [] if hostfile is None else read_hostfile(hostfile)
+            slots = {} if hostfile is None else choose(Cluster(hostfile, include, exclude), cfg)
+            hosts = [Host(name, len(numbers)) for name, numbers in slots.items()]
             rates = Rates(
                 parse_rate(link_rate, "--link-rate"), latency / 1e3, parse_rate(local_rate, "--local-rate"), 2e-5
             )
-            device = Device(device_speed * 1e12, memory_rate * 1e9, host_memory_rate * 1e9)
+            overheads = (overhead / 1e3, decode_overhead / 1e3, pass_overhead / 1e3)
+            device = Device(device_speed * 1e12, memory_rate * 1e9, host_memory_rate * 1e9, *overheads)
             whole = None if errors else build_plan(cfg, hosts, rates, device)
         except ConfigError as error:
             errors.append(str(error))

@@ -76,7 +76,12 @@ class Plan:
         }
 
     def _ranks(self) -> list[dict[str, Any]]:
+        """Those of a reward stage have no layers of the policy."""
         parallel = self.config.parallel
+        parts: list[dict[str, Any]] = [
+            {"layers": [size.layers.start, size.layers.stop - 1], "parameters": size.parameters} for size in self.sizes
+        ]
+        parts += [{"layers": None, "parameters": None}] * parallel.reward_stage
         return [
             {
                 "rank": rank,
@@ -84,10 +89,9 @@ class Plan:
                 "replica": (rank - stage * parallel.data * parallel.tensor) // parallel.tensor,
                 "shard": rank % parallel.tensor,
                 "host": self.host_of(rank),
-                "layers": [size.layers.start, size.layers.stop - 1],
-                "parameters": size.parameters,
+                **part,
             }
-            for stage, size in enumerate(self.sizes)
+            for stage, part in enumerate(parts)
             for rank in self.placement.ranks(stage)
         ]
 

@@ -183,15 +183,17 @@ def _map(plan: Plan) -> Table:
     rows = []
     for stage, size in enumerate(plan.sizes):
         ranks = plan.placement.ranks(stage)
-        hosts = ", ".join(dict.fromkeys(filter(None, map(plan.host_of, ranks)))) or "not given"
         layers = f"{size.layers.start} to {size.layers.stop - 1}"
-        rows.append((str(stage), _span(ranks), hosts, layers, f"{size.parameters / 1e6:.4g} M"))
+        rows.append((str(stage), _span(ranks), _hosts(plan, ranks), layers, f"{size.parameters / 1e6:.4g} M"))
     if plan.config.parallel.reward_stage:
-        count = plan.config.world_size - plan.placement.ranks(len(plan.sizes) - 1).stop
-        last = range(plan.config.world_size - count, plan.config.world_size)
-        rows.append(("reward", _span(last), "", "", ""))
+        ranks = plan.placement.ranks(len(plan.sizes))
+        rows.append(("reward", _span(ranks), _hosts(plan, ranks), "", ""))
     title = f"Stages of {plan.parameters:,} parameters"
     return _grid(title, ("stage", "ranks", "hosts", "layers", "parameters a rank"), rows)
+
+
+def _hosts(plan: Plan, ranks: range) -> str:
+    return ", ".join(dict.fromkeys(filter(None, map(plan.host_of, ranks)))) or "not given"
 
 
 def _span(ranks: range) -> str:

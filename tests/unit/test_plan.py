@@ -359,3 +359,24 @@ def test_a_fit_never_takes_less_than_no_time() -> None:
     assert least_squares(np.array([[1.0, 1.0], [1.0, 2.0], [9.0, 0.0]]), np.array([1.0, 2.0, -1.0])) == pytest.approx(
         [0, 1]
     )
+
+
+def test_hosts_are_chosen_as_train_chooses_them_and_a_reward_stage_has_one(home: Path) -> None:
+    (home / "hosts").write_text("a slots=1\nb slots=1\nc slots=1\nd slots=1\n")
+    arguments = ["plan", str(home / "run.yaml"), "--json", "parallel.reward_stage=true", "--hostfile"]
+    too_many = CliRunner().invoke(app, [*arguments, str(home / "hosts")])
+    assert too_many.exit_code == 2 and "has 4 slots" in json.loads(too_many.stdout)["errors"][0]
+    chosen = CliRunner().invoke(app, [*arguments, str(home / "hosts"), "--exclude", "b"])
+    ranks = json.loads(chosen.stdout)["ranks"]
+    assert [(rank["rank"], rank["stage"], rank["host"]) for rank in ranks] == [(0, 0, "a"), (1, 1, "c"), (2, 2, "d")]
+    assert [rank["layers"] for rank in ranks] == [[0, 1], [2, 3], None]
+
+
+def test_overheads_that_were_measured_elsewhere_are_in_the_time(home: Path) -> None:
+    arguments = ["plan", str(home / "run.yaml"), "--json"]
+    plain, loaded = (
+        json.loads(CliRunner().invoke(app, [*arguments, *more]).stdout)["seconds_per_step"]["config"]
+        for more in ([], ["--pass-overhead", "500", "grpo.minibatches=1"])
+    )
+    alone = json.loads(CliRunner().invoke(app, [*arguments, "grpo.minibatches=1"]).stdout)["seconds_per_step"]["config"]
+    assert loaded["fast"] == pytest.approx(alone["fast"] + 0.5) and plain["fast"] > 0

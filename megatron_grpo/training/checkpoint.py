@@ -115,7 +115,8 @@ def load_universal(cfg: Config, checkpoint: Path, policy: Policy, steps: StepRun
         policy.engine.data_link.load_state_dict(_on(policy.device, data_link))
     state = universal.steps(groups.at, topology, shape, _fragments(policy))
     steps.load_state_dict(_with_snapshots(_on(torch.device("cpu"), state), policy.device))
-    return universal.dropped(topology)
+    kept = "rows kept of earlier rollouts are not in it: what an anchor replays of them crosses uncompressed"
+    return [*universal.dropped(topology), *([kept] if steps.ticks.rollouts() else [])]
 
 
 def _on(device: torch.device, value: Any) -> Any:

@@ -3,7 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.test_run import ROOT, megatron_grpo, rows_of
+
+pytestmark = pytest.mark.slow
 
 EXAMPLE = str(ROOT / "examples/tiny/tensor_link.yaml")
 BOTH = [

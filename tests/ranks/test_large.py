@@ -36,6 +36,8 @@ from megatron_grpo.training.resume import Progress, read_progress
 from tests.harness import run_ranks
 from tests.ranks.support import ROOT, VOCAB, config, minibatch, policy_of, replay_of, runner_of, weights_of, write_model
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 
@@ -179,8 +181,8 @@ ON_HOST = {"device": "cpu", "pin_memory": True}
         (1, "float32"),
         (2, "float32"),
         (3, "float32"),
-        pytest.param(2, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(3, "bfloat16", marks=pytest.mark.slow),
+        (2, "bfloat16"),
+        (3, "bfloat16"),
     ],
 )
 def test_offload_changes_no_bit(small: str, zero: int, dtype: str, tmp_path: Path) -> None:
@@ -312,7 +314,7 @@ def from_universal(rank: int, world: int, model: str, universal: str, sections: 
         return ticks_of(policy, steps, range(4, TICKS)), weights_of(policy), dropped
 
 
-@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_an_offloaded_run_goes_on_from_its_checkpoint(small: str, zero: int, tmp_path: Path) -> None:
     """Bit for bit from its own files, and from what they are converted to without offload, and with it."""
     hosted = HOST | settings_file(tmp_path, stage=zero, offload_optimizer=ON_HOST)

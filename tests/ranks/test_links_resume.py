@@ -21,6 +21,8 @@ from tests.ranks.test_universal import (
     universal_of,
 )
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = Layout(data=2, tensor=2)
 LINKED: dict[str, Any] = {
     "boundary": {

@@ -17,6 +17,8 @@ from megatron_grpo.training.tick import TickRunner
 from tests.harness import run_ranks
 from tests.ranks.support import TINY, config, minibatch, policy_of, replay_of, runner_of, write_model
 
+pytestmark = pytest.mark.slow
+
 STEPS = 7
 TASK: dict[str, Any] = {
     "grpo": {"group_size": 4, "prompts_per_step": 4, "minibatches": 2},

@@ -40,6 +40,7 @@ def run(
         return timeless(rows), weights_of(policy)
 
 
+@pytest.mark.slow
 def test_one_tick_a_step_on_four_stages_trains_as_dense_does() -> None:
     layout, steps = Layout(pipeline=4), 10
     ((off, dense), *_) = run_ranks(run, 4, layout, steps, 1, {"boundary": OFF}, timeout_s=150.0)
@@ -73,6 +74,7 @@ def test_every_row_finds_its_own(layout: Layout, zero: int, sections: dict[str, 
         assert sum(row.get("rollout/resampled_frac", 0.0) for row in rows) > 0
 
 
+@pytest.mark.slow
 def test_rows_that_crossed_coded_serve_as_they_were_decoded() -> None:
     """Trainer and sampler are one policy, whatever the codec does to it, and the forward codec is paid for once."""
     boundary = REUSE | {"codec": "lowrank", "payload": "bfloat16", "rank": 24}
@@ -84,6 +86,7 @@ def test_rows_that_crossed_coded_serve_as_they_were_decoded() -> None:
         assert row.get("rollout/logprob_gap", 0.0) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_what_does_not_fit_crosses_again(place: str) -> None:
     """With room for about half: the other sequences cross whole, dense as they did when they were sampled."""
@@ -152,6 +155,7 @@ def resumed(rank: int, world: int, folder: str) -> list[tuple[list[Row], Tensors
     return results
 
 
+@pytest.mark.slow
 def test_an_anchor_sends_gradients_alone_and_resumes_exactly(tmp_path: Path) -> None:
     for (rows, weights), (again, same) in run_ranks(resumed, 2, str(tmp_path), timeout_s=120.0):
         assert again == rows

@@ -117,7 +117,7 @@ class RewardConfig(Section):
     """gsm8k: without #### the last number of the response counts."""
     time_limit: PositiveFloat = 5.0
     """Seconds for one sample of math, of reasoning_gym's own rules and of python functions; after it the score is 0.
-    A step's scoring takes half of parallel.timeout_s at most: what is left then has no score."""
+    The rules take half of parallel.timeout_s for a batch at most: what is left then has no score."""
     overlong_buffer: Natural = 0
     """Tokens before rollout.max_response in which the reward falls by up to overlong_weight (DAPO); 0: none."""
     overlong_weight: NonNegativeFloat = 1.0

@@ -74,12 +74,13 @@ def _leave_one_out(reward_BG: torch.Tensor, *, eps: float, scaled: bool) -> torc
 
 
 def weighted_reward(score_KB: torch.Tensor, weight_K: torch.Tensor) -> torch.Tensor:
-    """Sum over K rewards of weight x score ``[B]``; a reward that could not score a sample (NaN) adds nothing.
+    """Sum over K rewards of weight x score ``[B]``; a reward that has nothing to say of a sample (NaN) adds nothing.
 
-    NaN where none of them scored it.
+    NaN where none of weight says anything, or where one of weight could not score the sample (infinity).
     """
-    total_B = (weight_K[:, None] * score_KB).nansum(dim=0)
-    return total_B.masked_fill(score_KB.isnan().all(dim=0), torch.nan)
+    said_KB = score_KB[weight_K != 0]
+    total_B = (weight_K[weight_K != 0][:, None] * said_KB).nansum(dim=0)
+    return total_B.masked_fill(said_KB.isinf().any(dim=0) | said_KB.isnan().all(dim=0), torch.nan)
 
 
 def overlong_penalty(length_B: torch.Tensor, *, limit: int, buffer: int) -> torch.Tensor:

@@ -10,6 +10,11 @@ UNREAD = 0.9
 """Share of a step's responses without a readable answer from which the reward is called blind."""
 
 
+def has_no_score(row: Mapping[str, float]) -> bool:
+    """Whether no response of the row's step could be scored."""
+    return row.get("reward/unscored_frac") == 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class BrakeState:
     """After one row: why the run must stop, and what is worth a line in the log; each ``None`` mostly."""
@@ -46,17 +51,17 @@ class Brakes:
     def _stop(self, tick: int, row: Mapping[str, float], length: float | None) -> str | None:
         cfg, first = self._cfg, self._first_length
         gap, norm = row.get("rollout/logprob_gap", 0.0), row.get("policy/grad_norm", 0.0)
-        if row.get("reward/unscored_frac") == 1.0:
+        if has_no_score(row):
             return (
                 f"no response of tick {tick} has a score, and there is nothing to learn from: see what the reward says"
             )
         if cfg.stop_gap is not None and not gap <= cfg.stop_gap:  # NaN is above every limit
-            return f"log-prob gap {gap:.3g} nats at tick {tick} is above train.stop_gap={cfg.stop_gap}"
+            return f"the log-prob gap {gap:.3g} nats at tick {tick} is above train.stop_gap={cfg.stop_gap}"
         if cfg.stop_grad_norm is not None and not norm <= cfg.stop_grad_norm:
-            return f"gradient norm {norm:.3g} at tick {tick} is above train.stop_grad_norm={cfg.stop_grad_norm}"
+            return f"the gradient norm {norm:.3g} at tick {tick} is above train.stop_grad_norm={cfg.stop_grad_norm}"
         if cfg.stop_skipped is not None and self._skipped_in_row >= cfg.stop_skipped:
             return (
-                f"loss or its gradient was not finite in {self._skipped_in_row} ticks up to {tick} in a row: "
+                f"the loss or its gradient was not finite in {self._skipped_in_row} ticks up to {tick} in a row: "
                 f"train.stop_skipped={cfg.stop_skipped}"
             )
         if cfg.stop_length_growth is not None and length and first and length > cfg.stop_length_growth * first:

@@ -20,7 +20,9 @@ from megatron_grpo.training.timeline import Timeline
 Ids = Sequence[int]
 
 PATIENCE_SHARE = 0.5
-"""Of the time that links wait: what slow rules may take."""
+"""Of the time that links wait: what slow rules may take for a batch."""
+UNSCORED = float("inf")
+"""In a table: nobody can say what the sample is worth."""
 
 
 class Judge:
@@ -32,7 +34,7 @@ class Judge:
         models: those by model, by kind.
         tokenizer: the policy's, whose ids they are; end tokens are not part of the text.
         timeline: where the work is noted, if anywhere.
-        patience: what the rules may take for one micro-batch; they share it.
+        patience: what the rules may take for one batch; they share it.
     """
 
     def __init__(
@@ -48,11 +50,16 @@ class Judge:
         self._rules = {rule.name: rule for rule in rules}
         self._patience = patience
 
+    def begin(self) -> None:
+        """A batch is to come: those who will wait for its scores have all their patience."""
+        if self._patience is not None:
+            self._patience.renew()
+
     def __call__(
         self, prompts: Sequence[Ids], responses: Sequence[Sequence[int]], problems: Sequence[Problem]
     ) -> torch.Tensor:
-        """fp32 ``[K + 1, B]`` on the CPU: a row for each reward, NaN where there is no score, and one that is 1 where
-        every rule found an answer to judge."""
+        """fp32 ``[K + 1, B]`` on the CPU: a row for each reward, NaN where it has nothing to say and :data:`UNSCORED`
+        where it should have; and one that is 1 where every rule found an answer to judge."""
         with nullcontext() if self._timeline is None else self._timeline.during("score", sequences=len(prompts)):
             return self._table(prompts, responses, problems)
 
@@ -61,13 +68,11 @@ class Judge:
     ) -> torch.Tensor:
         table = torch.zeros(len(self._kinds) + 1, len(responses))
         table[-1] = 1.0
-        if self._patience is not None:
-            self._patience.renew()
         texts, finished = self._texts(responses) if self._rules else ([], [])
         for row_B, kind in zip(table, self._kinds, strict=False):
             if kind in self._models:
                 said_B = self._models[kind]([[*prompt, *ids] for prompt, ids in zip(prompts, responses, strict=True)])
-                row_B.copy_(said_B.masked_fill(~said_B.isfinite(), float("nan")))
+                row_B.copy_(said_B.masked_fill(~said_B.isfinite(), UNSCORED))
             elif kind in self._rules:
                 verdicts = score_batch(self._rules[kind], texts, problems, finished)
                 row_B.copy_(torch.tensor([_number(verdict) for verdict in verdicts]))
@@ -82,7 +87,9 @@ class Judge:
 
 
 def _number(verdict: Verdict) -> float:
-    return float("nan") if verdict.reward is None else verdict.reward
+    if verdict.reward is None:
+        return float("nan") if verdict.parsed else UNSCORED
+    return verdict.reward
 
 
 def build_judge(
@@ -103,7 +110,6 @@ def build_judge(
         )
         for kind, directory in cfg.reward.models.items()
     }
-    # The other ranks wait parallel.timeout_s for the scores of a whole batch.
-    patience = Patience(PATIENCE_SHARE * cfg.parallel.timeout_s / cfg.sampling_micro_batches)
+    patience = Patience(PATIENCE_SHARE * cfg.parallel.timeout_s)
     rules = build_rewards(cfg.reward, patience) if groups.at.tensor == 0 else ()
     return Judge(tuple(cfg.reward.weighted), rules, models, tokenizer, timeline, patience)

@@ -26,6 +26,7 @@ from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
 from megatron_grpo.parallel.placement import check_tensor_hosts, use_interface
 from megatron_grpo.parallel.watch import GRACE_S, LostPeerError, Watch
+from megatron_grpo.training.brakes import has_no_score
 from megatron_grpo.training.checkpoint import load_checkpoint, load_universal, save_checkpoint
 from megatron_grpo.training.export import export_policy
 from megatron_grpo.training.files import CheckpointError, CheckpointFolder
@@ -34,6 +35,7 @@ from megatron_grpo.training.policy import Policy, policy_runtime
 from megatron_grpo.training.problems import build_problems, digest_of
 from megatron_grpo.training.resume import Progress, check_problems, is_universal, read_progress
 from megatron_grpo.training.reward_stage import scorer_of, serve
+from megatron_grpo.training.scoring import check_scored
 from megatron_grpo.training.step import Row, StepRunner
 from megatron_grpo.training.timeline import Timeline
 from megatron_grpo.training.view import build_view
@@ -173,7 +175,7 @@ class _Run:
             if checkpoint is None:
                 steps.calibrate()
             if not progress.validation_start:
-                progress = replace(progress, validation_start=steps.validate())
+                progress = replace(progress, validation_start=check_scored(cfg.reward, steps.validate()))
             record.log(_scores("before training", progress.validation_start))
             progress = self._steps(steps, policy, record, progress)
             if self._stop:
@@ -224,8 +226,9 @@ class _Run:
             alarmed = stands and self._cfg.anchor.alarm == "stop"
             self._alarmed = (alarmed or self._limit is not None) and done < train.steps
             if self._limit is not None and not self._alarmed:
-                notices.append(f"the {self._limit}; it was the last step")
-            if not self._stop and (done % train.eval_every == 0 or done == train.steps or self._alarmed):
+                notices.append(f"{self._limit}; it was the last step")
+            validates = done % train.eval_every == 0 or done == train.steps or self._alarmed
+            if validates and not self._stop and not has_no_score(rows[-1]):
                 rows[-1] |= steps.validate()
             for row in rows:
                 record.write_row(row)
@@ -238,7 +241,7 @@ class _Run:
                 record.log(f"SIGTERM: stopped after step {done}, checkpoint saved; go on with --resume auto")
                 break
             if self._alarmed:
-                why = "by the alarm" if self._limit is None else f"because the {self._limit}"
+                why = "by the alarm" if self._limit is None else f"because {self._limit}"
                 record.log(f"stopped {why}, after step {done}, checkpoint saved; go on with --resume auto")
                 break
         return progress

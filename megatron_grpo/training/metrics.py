@@ -37,6 +37,7 @@ METRIC_KEYS: tuple[str, ...] = (
     "val/score_sampled",
     "val/score_codec",
     "val/score_sampled_codec",
+    "val/unscored_frac",
     "rollout/response_length",
     "rollout/truncated_frac",
     "rollout/resampled_frac",

@@ -99,11 +99,11 @@ def serve(cfg: Config, groups: ParallelGroups, device: torch.device, timeline: T
     with megatron_runtime(device):
         judge = build_judge(cfg, tokenizer, groups, device, timeline)
         while (request := _request(groups)) is not None:
-            pieces, busy = Pieces(*request), 0.0
+            pieces, busy = Pieces(judge, *request), 0.0
             while not pieces.is_complete:
                 rows, responses = _responses(groups)
                 start = time.perf_counter()
-                pieces.judge(judge, rows, responses)
+                pieces.add(rows, responses)
                 busy += time.perf_counter() - start
             if groups.at.tensor == 0:
                 said = torch.cat([pieces.table.double().flatten(), torch.tensor([busy], dtype=torch.float64)])

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_grpo.config import RewardConfig, reward_name
+from megatron_grpo.config import ConfigError, RewardConfig, reward_name
 from megatron_grpo.data.problem import Problem
 from megatron_grpo.ops.advantages import overlong_penalty, weighted_reward
 from megatron_grpo.parallel.collectives import broadcast_from
@@ -104,7 +104,9 @@ class Scoring:
         said = broadcast_from(said.to(device), source, groups.model)
         table = said[:-1].float().view(kinds + 1, self._count)
         weight_K = torch.tensor(list(self._cfg.weighted.values()), device=device)
-        scores = Scores(weighted_reward(table[:kinds], weight_K), table[:kinds], table[kinds].bool())
+        part_KB = table[:kinds]
+        reward_B = weighted_reward(part_KB, weight_K)
+        scores = Scores(reward_B, part_KB.masked_fill(part_KB.isinf(), torch.nan), table[kinds].bool())
         return scores, RewardTimes(time.perf_counter() - start, said[-1].item())
 
 
@@ -138,14 +140,14 @@ class LocalPlace:
         self._judge = judge
 
     def open(self, prompts: Sequence[Ids], problems: Sequence[Problem]) -> "LocalJob":
-        return LocalJob(self._judge, Pieces(prompts, problems))
+        return LocalJob(Pieces(self._judge, prompts, problems))
 
 
 class LocalJob:
     """See :class:`LocalPlace`."""
 
-    def __init__(self, judge: Judge, pieces: "Pieces") -> None:
-        self._judge, self._pieces = judge, pieces
+    def __init__(self, pieces: "Pieces") -> None:
+        self._pieces = pieces
         self._done: list[Finished] = []
 
     def add(self, done: Finished) -> None:
@@ -153,7 +155,7 @@ class LocalJob:
 
     def result(self) -> tuple[torch.Tensor, float]:
         for done in self._done:
-            self._pieces.judge(self._judge, done.rows, response_ids(done))
+            self._pieces.add(done.rows, response_ids(done))
         return self._pieces.table, 0.0
 
 
@@ -165,12 +167,14 @@ class Pieces:
         table: ``Judge``'s, of the whole batch.
     """
 
-    def __init__(self, prompts: Sequence[Ids], problems: Sequence[Problem]) -> None:
-        self._prompts, self._problems = prompts, problems
+    def __init__(self, judge: Judge, prompts: Sequence[Ids], problems: Sequence[Problem]) -> None:
+        self._judge, self._prompts, self._problems = judge, prompts, problems
         self._parts: list[tuple[slice, torch.Tensor]] = []
+        judge.begin()
 
-    def judge(self, judge: Judge, rows: slice, responses: Sequence[Sequence[int]]) -> None:
-        self._parts.append((rows, judge(self._prompts[rows], responses, self._problems[rows])))
+    def add(self, rows: slice, responses: Sequence[Sequence[int]]) -> None:
+        """Judge the responses to the prompts ``rows``."""
+        self._parts.append((rows, self._judge(self._prompts[rows], responses, self._problems[rows])))
 
     @property
     def is_complete(self) -> bool:
@@ -186,6 +190,16 @@ def response_ids(done: Finished) -> list[list[int]]:
     """The responses without padding."""
     lengths = done.lengths_B.tolist()
     return [ids[:length] for ids, length in zip(done.responses_BR.tolist(), lengths, strict=True)]
+
+
+def check_scored(cfg: RewardConfig, validation: dict[str, float]) -> dict[str, float]:
+    """The scores of a validation. Raises ConfigError where no response of one of its passes has a score."""
+    if validation.get("val/unscored_frac") == 1.0:
+        raise ConfigError(
+            f"reward.kind={' + '.join(cfg.weighted)}: no validation problem has a score, so that there is nothing to "
+            "learn from; see what the reward says above"
+        )
+    return validation
 
 
 def shapes_length(cfg: RewardConfig) -> bool:

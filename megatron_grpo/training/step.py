@@ -14,7 +14,7 @@ from megatron_grpo.backends.huggingface import Tokenizer
 from megatron_grpo.backends.megatron.schedule import forward_only
 from megatron_grpo.boundary.cache import CacheSettings
 from megatron_grpo.boundary.crossing import Pass
-from megatron_grpo.config import Config, ConfigError
+from megatron_grpo.config import Config
 from megatron_grpo.data.problem import Task
 from megatron_grpo.ops.lowrank import seed_of
 from megatron_grpo.parallel.collectives import sum_over
@@ -173,17 +173,26 @@ class StepRunner:
     def validate(self) -> Row:
         """Greedy and sampled score on the held-out problems, through the dense policy.
 
-        Where the codec samples, through the codec too. Collective: every rank.
+        Where the codec samples, through the codec too. Means over the responses that have a score; where some have
+        none, ``val/unscored_frac`` is the largest share of them, and where none has one there is no mean. Collective:
+        every rank.
         """
         cfg = self._cfg
         scores: Row = {}
+        most_unscored = 0.0
         paths = [("", True)] + ([("_codec", False)] if cfg.rollout.path == "codec" or self._measures_gap else [])
         for suffix, dense in paths:
             for name, temperature in (("val/score", None), ("val/score_sampled", 1.0)):
-                scores[name + suffix] = self._validation_score(temperature, dense=dense)
+                mean, scored = self._validation_score(temperature, dense=dense)
+                if scored > 0:
+                    scores[name + suffix] = mean
+                most_unscored = max(most_unscored, 1.0 - scored)
+        if most_unscored > 0:
+            scores["val/unscored_frac"] = most_unscored
         return scores
 
-    def _validation_score(self, temperature: float | None, *, dense: bool) -> float:
+    def _validation_score(self, temperature: float | None, *, dense: bool) -> tuple[float, float]:
+        """Mean over the responses that have a score, and the share of those."""
         problems, groups = self._validation, self._policy.groups
         # A replica without a problem of its own repeats the first one, uncounted: under ZeRO 3 sampling is collective.
         mine = list(range(groups.at.data, len(problems), groups.layout.data))
@@ -196,12 +205,7 @@ class StepRunner:
         scored_B = ~scores.reward_B.isnan()
         sums = torch.stack([scores.reward_B.double().nan_to_num(0.0).sum(), scored_B.double().sum()])
         total, count = sum_over(sums if mine else torch.zeros_like(sums), groups.data).tolist()
-        if count == 0:
-            raise ConfigError(
-                f"reward.kind={self._cfg.reward.kind}: none of the {len(problems)} validation problems has a score, so "
-                "that there is nothing to learn from; see what the reward says above"
-            )
-        return float(total / count)
+        return total / max(count, 1.0), count / len(problems)
 
     def _calibration_batch(self) -> Batch:
         """Sampled uncompressed before both ends' eyes, scored, of whole micro-batches on every replica."""

@@ -4,6 +4,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.test_run import SMOKE, megatron_grpo, rows_of
 
 
@@ -63,5 +65,47 @@ def test_a_reward_that_fails_everywhere_ends_the_run_before_a_step(tmp_path: Pat
     run = tmp_path / "run"
     result = megatron_grpo("train", SMOKE, "reward.kind=python:operator:floordiv", "--run-dir", str(run))
     assert result.returncode == 2
-    assert "none of the" in result.stderr and "has a score" in result.stderr and "TypeError" in result.stderr
+    assert "no validation problem has a score" in result.stderr and "TypeError" in result.stderr
     assert not (run / "metrics.jsonl").exists() or rows_of(run) == []
+
+
+BROKEN = """
+calls = 0
+def score(response, answer, finished):
+    global calls
+    calls += 1
+    if calls > {works}:
+        raise OSError("the grader is gone")
+    return float(len(response))
+"""
+
+
+def test_a_reward_that_fails_later_stops_the_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the first validation and step 0 ask of it has a score; step 1 has none. Mended, the run goes on."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    module, run = tmp_path / "graders_own.py", tmp_path / "run"
+    settings = ["reward.kind=python:graders_own:score", "rollout.path=dense", "data.val_size=8", "train.steps=3"]
+    settings += [
+        "grpo.prompts_per_step=4",
+        "grpo.group_size=4",
+        "train.micro_batch=8",
+        "train.eval_every=9",
+        "train.save_every=9",
+    ]
+
+    def go(*more: str) -> "subprocess.CompletedProcess[str]":
+        return megatron_grpo("train", SMOKE, *settings, "--run-dir", str(run), *more)
+
+    module.write_text(BROKEN.format(works=2 * 8 + 16))
+    result = go()
+    assert result.returncode == 3, result.stderr
+    assert "stopped because no response of tick 3 has a score" in result.stdout and "is gone" in result.stderr
+    rows = rows_of(run)
+    assert [row.get("reward/unscored_frac") for row in rows] == [None, 0.0, None, 1.0]
+    assert not any("val/score" in row for row in rows)
+    module.write_text(BROKEN.format(works=1000))
+    result = go("--resume", "auto")
+    assert result.returncode == 0, result.stderr
+    assert rows_of(run)[-1]["val/score"] > 0.0

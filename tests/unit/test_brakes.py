@@ -21,14 +21,14 @@ def stops(rows: Rows, **limits: float) -> list[str | None]:
             "rollout/logprob_gap",
             [0.02, 0.1, 0.11],
             [False, False, True],
-            "log-prob gap 0.11 nats at tick 2 is above train.stop_gap=0.1",
+            "the log-prob gap 0.11 nats at tick 2 is above train.stop_gap=0.1",
         ),
         (
             {"stop_grad_norm": 5.0},
             "policy/grad_norm",
             [1.0, 50.0, 2.0],
             [False, True, False],
-            "gradient norm 50 at tick 1 is above train.stop_grad_norm=5.0",
+            "the gradient norm 50 at tick 1 is above train.stop_grad_norm=5.0",
         ),
         (
             {},
@@ -42,7 +42,7 @@ def stops(rows: Rows, **limits: float) -> list[str | None]:
             "train/skipped",
             [1, 1, 2, 3, 4],
             [False, False, False, True, True],
-            "loss or its gradient was not finite in 2 ticks up to 3 in a row: train.stop_skipped=2",
+            "the loss or its gradient was not finite in 2 ticks up to 3 in a row: train.stop_skipped=2",
         ),
         (
             {"stop_length_growth": 2.0},

@@ -35,7 +35,7 @@ from megatron_grpo.training.view import (
 # The contract: the keys of a run directory's metrics.jsonl, and the two for skips and the rate.
 CONTRACT = """
 step tick time/step time/rollout time/train time/anchor time/merge time/reward time/reward_hidden reward/mean reward/std
-val/score val/score_sampled val/score_codec val/score_sampled_codec rollout/response_length
+val/score val/score_sampled val/score_codec val/score_sampled_codec val/unscored_frac rollout/response_length
 rollout/truncated_frac rollout/logprob_gap rollout/logprob_gap_median rollout/tokens_per_s policy/clip_frac
 policy/entropy policy/kl policy/grad_norm boundary/q_error_fwd boundary/q_error_bwd boundary/drift
 boundary/bytes_fast boundary/bytes_fast_fwd boundary/bytes_fast_bwd boundary/bytes_anchor boundary/bytes_basis

@@ -14,6 +14,7 @@ from megatron_grpo.ops.advantages import (
 )
 
 NAN = math.nan
+INF = math.inf
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,13 @@ def test_rewards_are_summed_by_weight_without_those_that_are_missing() -> None:
     score_KB = torch.tensor([[1.0, 0.0, NAN, NAN], [0.5, NAN, 1.0, NAN]])
     total_B = weighted_reward(score_KB, torch.tensor([1.0, 0.2]))
     torch.testing.assert_close(total_B, torch.tensor([1.1, 0.0, 0.2, NAN]), equal_nan=True)
+
+
+def test_b12_a_reward_that_failed_leaves_its_sample_without_one() -> None:
+    """One with nothing to say does not; nor does a failure that has no weight, or a word that has none give a score."""
+    score_KB = torch.tensor([[1.0, INF, NAN, 1.0, NAN], [INF, -1.0, 0.5, NAN, NAN], [0.0, 0.0, 0.0, INF, 3.0]])
+    total_B = weighted_reward(score_KB, torch.tensor([1.0, -2.0, 0.0]))
+    torch.testing.assert_close(total_B, torch.tensor([NAN, NAN, -1.0, 1.0, NAN]), equal_nan=True)
 
 
 def test_overlong_penalty_by_hand() -> None:

@@ -17,7 +17,7 @@ from megatron_grpo.rollout.rewards import Rule, Verdict, build_rewards, build_ru
 from megatron_grpo.rollout.rewards.exact import chain_sum_reward as SUM
 from megatron_grpo.rollout.rewards.exact import exact_reward as EXACT
 from megatron_grpo.rollout.rewards.extract import extract_answer
-from megatron_grpo.rollout.rewards.limit import LimitedFunction, Outcome, Patience
+from megatron_grpo.rollout.rewards.limit import GRACE_S, LimitedFunction, Outcome, Patience
 from megatron_grpo.rollout.rewards.math import MathReward, decided, formulas_equal, is_small_formula
 
 MATH = build_rule("math", RewardConfig())
@@ -453,8 +453,8 @@ def test_a19_functions_partials_and_objects_score() -> None:
 def test_a13_what_a_function_of_ones_own_does_wrong() -> None:
     rule = build_rule("python:users_own:odd", RewardConfig(time_limit=0.5))
     seen = [rule(text, "", True) for text in ("fine", "none", "raise", "exit", "crash", "slow", "busy", "fine")]
-    none, zero, one = Verdict(None, False), Verdict(0.0, False), Verdict(1.0, True)
-    assert seen == [one, none, none, none, none, zero, zero, one]
+    silent, failed, late, one = Verdict(None, True), Verdict(None, False), Verdict(0.0, False), Verdict(1.0, True)
+    assert seen == [one, silent, failed, failed, failed, late, late, one]
     for text in ("dict", "text", "nan"):
         with pytest.raises(
             ConfigError, match=r"reward\.kind=python:users_own:odd: returned .*; return a finite number"
@@ -463,11 +463,15 @@ def test_a13_what_a_function_of_ones_own_does_wrong() -> None:
 
 
 def test_slow_calls_share_their_patience_until_the_next_batch() -> None:
-    """0.4 s of it: two calls that end late use it up, whoever made them; then none is tried."""
-    patience = Patience(0.4)
-    sleep, power = (LimitedFunction(x, limit_s=0.3, patience=patience) for x in ("time:sleep", "builtins:pow"))
+    """Calls that end late use it up, starts included, whoever made them; the last of them is cut short and said to be
+    untried, since it had less than its limit. Then none is tried."""
+    patience = Patience(20.0)
+    sleep, power = (LimitedFunction(x, limit_s=5.0, patience=patience) for x in ("time:sleep", "builtins:pow"))
     assert power(2, 10) == Outcome(value=1024)
-    assert [sleep(30), sleep(30), sleep(0.0)] == [Outcome(late=True), Outcome(late=True), Outcome(untried=True)]
+    patience.left = 7.0
+    outcomes = [sleep(30), sleep(30), sleep(0.0)]
+    assert outcomes == [Outcome(late=True), Outcome(untried=True), Outcome(untried=True)]
+    assert -GRACE_S - 5.0 < patience.left <= 0.0
     assert power(2, 10) == Outcome(untried=True)
     math = MathReward(patience=patience)
     assert math(r"\boxed{x+1}", "1+x", True) == Verdict(None, False)  # which needs a process

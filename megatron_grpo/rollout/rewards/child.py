@@ -1,4 +1,4 @@
-"""The process behind `LimitedFunction`: `python -m megatron_grpo.rollout.rewards.child MODULE:NAME SECONDS GIB`."""
+"""The process behind `LimitedFunction`: `python -m megatron_grpo.rollout.rewards.child MODULE:NAME GIB`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_target(target: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]  # callable() has looked
 
 
-def main(target: str, limit_s: float, memory_gib: float) -> None:
+def main(target: str, memory_gib: float) -> None:
     """Answer calls until stdin ends. The two pipes are its alone: what the function prints goes to stderr, and what it
     starts reads nothing."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
@@ -49,7 +49,8 @@ def main(target: str, limit_s: float, memory_gib: float) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is in the middle of
     answers.write("ready\n")
     failures = 0
-    while (args := _next(calls)) is not None:
+    while (call := _next(calls)) is not None:
+        limit_s, args = call
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             reply = json.dumps({"value": function(*args)}, default=_plain)
@@ -70,10 +71,10 @@ def _plain(value: Any) -> Any:
 
 
 def _next(stream: BinaryIO) -> Any:
-    """The arguments of the next call; None at the end of the stream."""
+    """The next call, (seconds it may take, arguments); None at the end of the stream."""
     size = stream.read(8)
     return pickle.loads(stream.read(int.from_bytes(size, "big"))) if len(size) == 8 else None
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], float(sys.argv[2]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_grpo.config import ConfigError
 from megatron_grpo.rollout.rewards.limit import LimitedFunction, Patience
-from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict
+from megatron_grpo.rollout.rewards.verdict import ABSTAINS, UNREADABLE, UNSCORABLE, Verdict
 
 PREFIX = "python:"
 LARGEST = 3.4e38
@@ -12,7 +12,7 @@ LARGEST = 3.4e38
 
 
 class ForeignReward:
-    """Calls `function(response, answer, finished)`: a number, None for what it cannot score, or a `Verdict`.
+    """Calls `function(response, answer, finished)`: a number, None where it has nothing to say, or a `Verdict`.
 
     Functions, partials and objects with `__call__` are all the same to it. Past the time limit a response scores 0; an
     exception, an exit, and the end of ``patience`` leave a sample out of the statistics. Anything else that is returned
@@ -25,7 +25,7 @@ class ForeignReward:
         self._call = LimitedFunction(kind.removeprefix(PREFIX), limit_s=limit_s, patience=patience)
         try:
             self._call.start()
-        except ValueError as error:
+        except (ValueError, TimeoutError) as error:
             raise ConfigError(f"reward.kind={kind}: {error}; name a function that can be imported from here") from error
 
     def __call__(self, response: str, answer: str, finished: bool) -> Verdict:
@@ -38,7 +38,7 @@ class ForeignReward:
         if isinstance(value, dict) and value.keys() == {"reward", "parsed"}:
             value, parsed = value["reward"], bool(value["parsed"])
         if value is None:
-            return Verdict(None, False)
+            return ABSTAINS if parsed else UNSCORABLE
         if not isinstance(value, int | float) or not abs(value) <= LARGEST:
             raise ConfigError(
                 f"reward.kind={self._kind}: returned {str(outcome.value)[:100]}; return a finite number, or None"

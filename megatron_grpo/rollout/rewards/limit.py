@@ -15,7 +15,8 @@ import subprocess
 import sys
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -28,7 +29,8 @@ GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call came to: `value`, or why there is none: `late`, `untried` (no time was left), or the error's text."""
+    """What a call came to: `value`, or why there is none: `late`; `untried` (patience left it no time, or less than its
+    own limit, in which it did not end); or the error's text."""
 
     value: Any = None
     late: bool = False
@@ -37,21 +39,26 @@ class Outcome:
 
 
 class Patience:
-    """Seconds that calls may take together until the next :meth:`renew`: others wait for what they are for."""
+    """Seconds that calls may take together until the next :meth:`renew`: others wait for what they are for.
+
+    Starts of processes count, and no call is given more than what is left: together they take `GRACE_S` more at most.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = self._left = seconds
+        self._seconds = self.left = seconds
 
     def renew(self) -> None:
         """Begin anew, with the next batch."""
-        self._left = self._seconds
+        self.left = self._seconds
 
-    def spend(self, seconds: float) -> None:
-        self._left -= seconds
-
-    @property
-    def is_spent(self) -> bool:
-        return self._left <= 0
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """What the block takes is spent."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.left -= time.monotonic() - start
 
 
 class LimitedFunction:
@@ -71,30 +78,41 @@ class LimitedFunction:
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the child, if it is not running. Raises ValueError, in words, when `target` cannot be imported."""
+        """Start the child, if it is not running. Raises ValueError, in words, when `target` cannot be imported, and
+        TimeoutError when that takes longer than `START_LIMIT_S`."""
         with self._lock:
-            self._started()
+            self._started(START_LIMIT_S)
 
     def __call__(self, *args: Any) -> Outcome:
         """What `target(*args)` returns, as JSON knows it. Never raises on what the function does."""
         with self._lock:
-            child = self._started()
             if self._patience is None:
-                return self._called(child, args)
-            if self._patience.is_spent:
-                return Outcome(untried=True)
-            start = time.monotonic()
-            outcome = self._called(child, args)
-            self._patience.spend(time.monotonic() - start)
-            return outcome
+                return self._tried(args, None)
+            with self._patience.spending():
+                return self._tried(args, time.monotonic() + self._patience.left)
 
-    def _called(self, child: subprocess.Popen[bytes], args: Any) -> Outcome:
+    def _tried(self, args: Any, deadline: float | None) -> Outcome:
+        """A call that must be over at `deadline`, on the monotonic clock, the start of its process included."""
+        start_s = START_LIMIT_S if deadline is None else min(START_LIMIT_S, deadline - time.monotonic())
+        if start_s <= 0:
+            return Outcome(untried=True)
+        try:
+            child = self._started(start_s)
+        except TimeoutError as error:
+            return Outcome(error=str(error)) if deadline is None else Outcome(untried=True)
+        except ValueError as error:
+            return Outcome(error=str(error))
+        limit_s = self._limit_s if deadline is None else min(self._limit_s, max(0.001, deadline - time.monotonic()))
+        outcome = self._called(child, args, limit_s)
+        return Outcome(untried=True) if outcome.late and limit_s < self._limit_s else outcome
+
+    def _called(self, child: subprocess.Popen[bytes], args: Any, limit_s: float) -> Outcome:
         assert child.stdin is not None
-        message = pickle.dumps(args)
+        message = pickle.dumps((limit_s, args))
         try:
             child.stdin.write(len(message).to_bytes(8, "big") + message)
             child.stdin.flush()
-            reply = self._read(child, self._limit_s + GRACE_S)
+            reply = self._read(child, limit_s + GRACE_S)
         except BrokenPipeError:
             reply = ""
         if reply:
@@ -119,24 +137,26 @@ class LimitedFunction:
                 pipe.close()
         return code
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self, seconds: float) -> subprocess.Popen[bytes]:
+        """The child, ready. Raises ValueError, in words, when it cannot be, and TimeoutError when that takes longer."""
         if self._child is not None:
             return self._child
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        limits = (str(self._limit_s), str(self._memory_gib or 0.0))
         child = self._child = subprocess.Popen(
-            [sys.executable, "-m", "megatron_grpo.rollout.rewards.child", self._target, *limits],
+            [sys.executable, "-m", "megatron_grpo.rollout.rewards.child", self._target, str(self._memory_gib or 0.0)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
             start_new_session=True,  # a signal to the run's group is not for it: it ends with its stdin
         )
         weakref.finalize(self, _end_group, child)
-        ready = self._read(child, START_LIMIT_S)
-        if ready != "ready":
-            self.close()
-            raise ValueError(json.loads(ready)["error"] if ready else "its process ended or did not get ready")
-        return child
+        ready = self._read(child, seconds)
+        if ready == "ready":
+            return child
+        self.close()
+        if ready is None:
+            raise TimeoutError(f"{self._target}: its process was not ready after {seconds:.0f} s")
+        raise ValueError(json.loads(ready)["error"] if ready else "its process ended before it was ready")
 
     def _read(self, child: subprocess.Popen[bytes], seconds: float) -> str | None:
         """One line from the child; empty when it ends, None when it says nothing in time."""

@@ -14,7 +14,9 @@ _STOP_TEXT = re.compile(r"(?:\s*(?:<\|[^<>|\s]{1,40}\|>|</s>))+\s*\Z")
 class Verdict:
     """`reward` is what the advantage is made of; `parsed` says whether an answer could be read at all.
 
-    `reward=None`: nobody can say, because the gold answer cannot be read. The sample enters no statistic.
+    `reward=None` with `parsed`: this reward has nothing to say of the sample and adds nothing to what others say.
+    `reward=None` without: nobody can say, since the gold cannot be read or the rule failed: whatever other rewards
+    say, the sample enters no statistic.
     """
 
     reward: float | None
@@ -58,6 +60,7 @@ class NamedReward:
 
 UNREADABLE = Verdict(0.0, False)
 UNSCORABLE = Verdict(None, False)
+ABSTAINS = Verdict(None, True)
 
 
 def without_stop_text(response: str) -> str:

@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.test_run import SMOKE, megatron_grpo, rows_of
 
 STALE = ["anchor.cadence=20", "anchor.delay=20"]  # by tick 2 the alarm sees what is to come at tick 20
 
 
+@pytest.mark.slow
 def test_warn_is_one_line_and_off_is_the_same_run_without_it(tmp_path: Path) -> None:
     warned, silent = tmp_path / "warn", tmp_path / "off"
     # An unquoted off is a YAML boolean.

@@ -9,6 +9,7 @@ import pytest
 from tests.e2e.test_run import SMOKE, megatron_grpo, rows_of
 
 
+@pytest.mark.slow
 def test_a_resumed_run_meets_the_problems_that_come_next(tmp_path: Path) -> None:
     """Rows, a stream and the groups that are drawn anew: after a stop the run goes on bit by bit as it would have."""
     rows = [{"question": f"{a:02d}+{a + 1:02d}", "answer": str(2 * a + 1)} for a in range(30)]
@@ -40,6 +41,7 @@ def test_a_resumed_run_meets_the_problems_that_come_next(tmp_path: Path) -> None
     assert (whole / name).read_bytes() == (parts / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_own_problems_only(tmp_path: Path) -> None:
     """Other rows, another batch size: the place in the stream would mean something else. A moved file does not."""
     rows = [{"question": f"{a:02d}+{a + 1:02d}", "answer": str(2 * a + 1)} for a in range(30)]

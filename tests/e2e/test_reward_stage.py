@@ -8,12 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.test_run import ROOT, megatron_grpo, rows_of
 
 EXAMPLE = str(ROOT / "examples/reward_stage/run.yaml")
 SMALL = ("data.val_size=16", "logging.tensorboard=false", "boundary.calibration=8")
 
 
+@pytest.mark.slow
 def test_example_runs_and_notes_what_each_rank_did(tmp_path: Path) -> None:
     run = tmp_path / "run"
     steps = ("train.steps=2", "train.eval_every=2", "train.save_every=2")
@@ -68,6 +71,7 @@ def running(run: Path) -> "subprocess.Popen[str]":
     raise AssertionError("the run ended early")
 
 
+@pytest.mark.slow
 def test_sigterm_saves_a_checkpoint_that_needs_the_reward_stage_until_then(tmp_path: Path) -> None:
     process = running(tmp_path / "run")
     process.send_signal(signal.SIGTERM)
@@ -76,6 +80,7 @@ def test_sigterm_saves_a_checkpoint_that_needs_the_reward_stage_until_then(tmp_p
     assert "checkpoint saved" in output and "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_killed_reward_rank_ends_the_run(tmp_path: Path) -> None:
     process = running(tmp_path / "run")
     ranks = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=True).stdout.split()

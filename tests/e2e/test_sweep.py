@@ -93,7 +93,7 @@ def test_a_forked_run_is_the_run_that_train_makes(
     assert timeless(forked) == timeless(tmp_path / "run")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_runs_stop_with_their_sweep_and_go_on_with_the_next(tmp_path: Path, number: signal.Signals) -> None:
     """The signal goes to the whole process group, as from a job scheduler; the runs are in sessions of their own."""
     (tmp_path / "arms.yaml").write_text(

@@ -90,7 +90,10 @@ def damaged(run: Path, copy: Path, how: str) -> None:
     file.write_bytes(raw)
 
 
-@pytest.mark.parametrize(("how", "message"), [("hostile", "asks to run"), ("flipped", "is damaged (checksum")])
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("hostile", "asks to run"), pytest.param("flipped", "is damaged (checksum", marks=pytest.mark.slow)],
+)
 def test_a_checkpoint_that_is_not_what_was_written_is_not_resumed(
     how: str, message: str, run: Path, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def groups(rank: int, world: int, dead_groups: str) -> tuple[list[dict[str, floa
         return timeless(rows), batch.tokens_BS[:, : batch.prompt_columns].tolist(), batch.counted_B.tolist()
 
 
+@pytest.mark.slow
 def test_dead_groups_are_kept_dropped_or_sampled_anew_on_every_rank_alike() -> None:
     """No way changes how often a rank meets the others, ZeRO 3's gathering included: the replicas differ in how many
     dead groups they have."""

@@ -130,7 +130,7 @@ SOURCE = Layout(pipeline=2, data=2)
         (1, "float32"),
         pytest.param(1, "bfloat16", marks=slow),
         pytest.param(2, "float32", marks=slow),
-        (3, "float32"),
+        pytest.param(3, "float32", marks=slow),
         pytest.param(3, "bfloat16", marks=slow),
     ],
 )
@@ -271,6 +271,7 @@ def read_by_deepspeed(rank: int, world: int, model: str, universal: str) -> list
         return differences(policy, Path(universal))
 
 
+@pytest.mark.slow
 def test_deepspeeds_own_loader_reads_ours(model: str, tmp_path: Path) -> None:
     """It cuts QKV, gate over up, rows and the vocabulary for two tensor ranks as the tensors' notes say."""
     saved(model, tmp_path, SOURCE, 3)

@@ -17,8 +17,9 @@ from megatron_grpo.rollout.rewards import Rule, Verdict, build_rewards, build_ru
 from megatron_grpo.rollout.rewards.exact import chain_sum_reward as SUM
 from megatron_grpo.rollout.rewards.exact import exact_reward as EXACT
 from megatron_grpo.rollout.rewards.extract import extract_answer
+from megatron_grpo.rollout.rewards.formulas import decided, formulas_equal
 from megatron_grpo.rollout.rewards.limit import GRACE_S, LimitedFunction, Outcome, Patience
-from megatron_grpo.rollout.rewards.math import MathReward, decided, formulas_equal, is_small_formula
+from megatron_grpo.rollout.rewards.math import MathReward, is_small_formula
 
 MATH = build_rule("math", RewardConfig())
 GSM8K = build_rule("gsm8k", RewardConfig())
@@ -205,9 +206,7 @@ def test_a4_odd_boxes_raise_nothing() -> None:
 def test_a4_a15_empty_gold_pays_nobody(gold: str, response: str) -> None:
     assert MATH(response, gold, True).reward == 0
     assert not GSM8K(response, gold, True).reward  # an empty box is no number: None
-    assert EXACT(response, gold.strip() if gold == " " else gold, True).reward == (
-        1.0 if gold.strip() and response.removeprefix("#### ") == gold else 0.0
-    )
+    assert EXACT(response, gold, True).reward == 0
     assert SUM("=" + response, "", True).reward == 0
 
 
@@ -540,7 +539,16 @@ def test_the_very_text_of_a_gold_pays(text: str) -> None:
     ("kind", "answer", "want"),
     [
         ("math", "Answer is forty two.", "prose"),
-        ("math", r"\text{}", "cannot be read"),
+        ("math", r"\text{}", "empty"),
+        ("math", r"\boxed{}", "empty"),
+        ("math", r"\boxed{None}", "empty"),
+        ("math", r"#### \text{None}", "empty"),
+        ("math", r"so it is \boxed{\text{}}", "empty"),
+        ("math", "<answer> </answer>", "empty"),
+        ("gsm8k", r"#### \text{null}", "empty"),
+        ("exact", r"\boxed{None}", "empty"),
+        ("choice", r"\text{none}", "empty"),
+        ("gsm8k", "3 pi", "not a number"),
         ("math", r"\frac{}{}", "cannot be read"),
         ("gsm8k", "Paris", "not a number"),
         ("gsm8k", "5 times ten", "prose"),
@@ -565,6 +573,7 @@ def test_a_gold_that_a_reward_cannot_read_is_refused(kind: str, answer: str, wan
         (EXACT, "Paris", "Paris"),
         (MATH, r"\boxed{0.5}", r"\frac{1}{2}"),
         (MATH, r"\boxed{1234}", "work\n#### $1,234."),
+        (MATH, r"\boxed{5}", r"We find that the sum is $\boxed{5}$."),
         (GSM8K, "#### 18", "18 dollars"),
         (CHOICE, "B", "(b)"),
         (FORMAT, "<think>a</think>b", "Answer is forty two."),
@@ -574,6 +583,30 @@ def test_each_reward_reads_the_answer_as_it_was_written(rule: Rule, response: st
     kind = {EXACT: "exact", MATH: "math", GSM8K: "gsm8k", CHOICE: "choice", FORMAT: "format"}[rule]
     gold_check(RewardConfig(kind=kind))("jsonl", answer)
     assert rule(response, answer, True).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        *(("3 pi", 3), ("2 xy", 2), ("2 squared", 2), ("5 factorial", 5), ("3 quarters", 3), ("1 half", 1)),
+        *(("5 thirds", 5), ("5 thirteen", 5), ("2 times pi", 2), ("5 bn", 5), ("3 halves", 3), ("2 theta", 2)),
+        *(("7 hundredths", 7), ("4 cubed", 4), ("9 ln", 9), ("2 fifths", 2), ("6 first", 6), ("8 modulo", 8)),
+    ],
+)
+def test_a_word_that_makes_another_number_of_it_is_no_unit(said: str, value: int) -> None:
+    assert MATH(rf"\boxed{{{said}}}", str(value), True).reward == 0.0
+    assert GSM8K(f"#### {said}", str(value), True).reward == 0.0
+
+
+@pytest.mark.parametrize("unit", ["apples", "men", "kg", "square feet", "times", "marbles", "days", "percent", "mph"])
+def test_any_other_word_after_a_number_is_a_unit(unit: str) -> None:
+    for rule, said in ((MATH, rf"\boxed{{18 {unit}}}"), (GSM8K, f"#### 18 {unit}")):
+        assert [rule(said, gold, True).reward for gold in ("18", f"18 {unit}", "18 pears", "19")] == [1, 1, 0, 0]
+
+
+def test_the_library_of_formulas_is_loaded_before_the_clock_runs() -> None:
+    """It takes longer to import than this limit, and far less to compare two terms."""
+    assert MathReward(limit_s=1.0)(r"\boxed{2x+x}", "3x", True) == Verdict(1.0, True)
 
 
 def test_extraction_takes_the_last_answer() -> None:

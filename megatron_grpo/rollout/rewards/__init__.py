@@ -77,7 +77,7 @@ class OwnRule:
 
 _GOLDS: dict[str, Callable[[str], str]] = {
     "exact": gold.value_gold,
-    "math": gold.value_gold,
+    "math": gold.final_gold,
     "gsm8k": gold.number_gold,
     "choice": gold.choice_gold,
 }

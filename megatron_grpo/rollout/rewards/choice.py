@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megatron_grpo.rollout.rewards.extract import extract_answer
-from megatron_grpo.rollout.rewards.gold import NO_ANSWER, choice_gold
+from megatron_grpo.rollout.rewards.gold import choice_gold, is_no_answer
 from megatron_grpo.rollout.rewards.number import plain
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict, without_stop_text
 
@@ -21,7 +21,7 @@ def choice_reward(response: str, answer: str, finished: bool) -> Verdict:
     `B`, `b`, `(B)`, `B.`, `B) because`, `**B**`, `\\boxed{\\text{B}}` and `Answer: (B) Paris` all say B; `Both` says
     nothing, and nor does `(A) or (B)`.
     """
-    if answer.strip().lower() in NO_ANSWER:
+    if is_no_answer(answer):
         return UNREADABLE
     try:
         gold = choice_gold(answer)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from megatron_grpo.rollout.rewards.extract import MARKER
+from megatron_grpo.rollout.rewards.extract import MARKER, extract_answer, last_boxed
 from megatron_grpo.rollout.rewards.number import DASHES, parse_quantity, plain
 
-NO_ANSWER = {"", "none", "null", "nan"}
+_NO_ANSWER = {"", "none", "null", "nan"}
 
 _SIGN_SPACE = re.compile(r"^([+-])\s+")
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?")
@@ -15,6 +15,19 @@ _LATEX_COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _EMPTY_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s*(?:\{\s*\})?(?!\s*\{)|\\(?:left|right|frac)(?![A-Za-z])")
 _PROSE = re.compile(r"[^\W\d_]{2,}[\s:,;]+[^\W\d_]{2,}")
 _CHOICE = re.compile(r"[(\[]?([A-Za-z])[)\].]?")
+
+
+def is_no_answer(text: str) -> bool:
+    """Whether a gold, or the box in it, holds nothing or a word for it (`None`, `\\text{null}`): it pays nobody."""
+    inside = last_boxed(text)
+    return plain(text if inside is None else inside).lower() in _NO_ANSWER
+
+
+def final_gold(answer: str) -> str:
+    """What `math` compares: the final answer that :func:`extract_answer` finds, else all of it. Raises as
+    :func:`value_gold` does, of what is found."""
+    found = extract_answer(answer, finished=True)
+    return value_gold(answer if found is None else found)
 
 
 def value_gold(answer: str) -> str:
@@ -27,7 +40,8 @@ def value_gold(answer: str) -> str:
     number = _SIGN_SPACE.sub(r"\1", gold.replace("$", "").strip())
     if _NUMBER.fullmatch(number) and any(character.isdigit() for character in number):
         return number.replace(",", "").removesuffix(".").removeprefix("+")
-    if "\n" in gold or _PROSE.search(_LATEX_COMMAND.sub(" ", gold)):
+    is_prose = _PROSE.search(_LATEX_COMMAND.sub(" ", gold)) and parse_quantity(plain(gold)) is None
+    if "\n" in gold or is_prose:
         raise ValueError(
             f"its answer {_shown(gold)} is prose, not a value (write a value, or end a solution in '#### value')"
         )
@@ -64,7 +78,7 @@ def choice_gold(answer: str) -> str:
 
 
 def _not_empty(gold: str) -> str:
-    if gold.lower() in NO_ANSWER:
+    if is_no_answer(gold):
         raise ValueError(f"its answer is empty ({gold!r})")
     return gold
 

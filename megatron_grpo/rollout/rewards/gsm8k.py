@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 
 from megatron_grpo.rollout.rewards.extract import MARKER, after_marker
-from megatron_grpo.rollout.rewards.gold import NO_ANSWER, number_gold
+from megatron_grpo.rollout.rewards.gold import is_no_answer, number_gold
 from megatron_grpo.rollout.rewards.number import Quantity, parse_quantity, plain
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict, without_stop_text
 
@@ -29,7 +29,7 @@ def flexible_gsm8k_reward(response: str, answer: str, finished: bool) -> Verdict
 
 
 def _compare(said: str | None, answer: str) -> Verdict:
-    if answer.strip().lower() in NO_ANSWER:
+    if is_no_answer(answer):
         return UNREADABLE
     gold = _gold(answer)
     if gold is None:

@@ -7,20 +7,18 @@ has passed an allow-list, and what may not reach it is compared as text.
 
 from __future__ import annotations
 
-import logging
 import re
-from typing import Any
 
 from megatron_grpo.rollout.rewards.extract import LONGEST_ANSWER, extract_answer
-from megatron_grpo.rollout.rewards.gold import NO_ANSWER, value_gold
+from megatron_grpo.rollout.rewards.gold import final_gold, is_no_answer
 from megatron_grpo.rollout.rewards.limit import LimitedFunction, Patience
 from megatron_grpo.rollout.rewards.number import parse_quantity, plain
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict, without_stop_text
 
+FORMULAS = "megatron_grpo.rollout.rewards.formulas:formulas_equal"
+"""Not imported here: its libraries take seconds, and only the child needs them."""
 MEMORY_GIB = 4.0
 _LONGEST_FORMULA = 80
-_PLACE = 0.7390851
-"""Where two terms are compared: no zero of anything that people ask for."""
 
 _CHEAP = r"frac|dfrac|tfrac|pi|cdot|times|div|left|right|infty|pm"
 _COSTLY = re.compile(r"\\(?:sqrt|sin|cos|tan|ln|log)(?![A-Za-z])")
@@ -41,17 +39,16 @@ class MathReward:
     """
 
     def __init__(self, *, limit_s: float = 5.0, patience: Patience | None = None) -> None:
-        target = f"{__name__}:{formulas_equal.__name__}"
-        self._formulas = LimitedFunction(target, limit_s=limit_s, memory_gib=MEMORY_GIB, patience=patience)
+        self._formulas = LimitedFunction(FORMULAS, limit_s=limit_s, memory_gib=MEMORY_GIB, patience=patience)
 
     def __call__(self, response: str, answer: str, finished: bool) -> Verdict:
         """The verdict on one response; any text is answered, none raises."""
-        gold = extract_answer(answer, finished=True) or answer
         said = extract_answer(without_stop_text(response), finished=finished)
-        if plain(gold).lower() in NO_ANSWER:
+        found = extract_answer(answer, finished=True)
+        if is_no_answer(answer if found is None else found):
             return UNREADABLE if said is None else Verdict(0.0, _is_readable(said))
         try:
-            value_gold(gold)
+            gold = final_gold(answer)
         except ValueError:
             return UNSCORABLE
         if said is None or not _is_readable(said):
@@ -92,38 +89,3 @@ def is_small_formula(text: str) -> bool:
     rest = _ATOM_POWER.sub(" ", _COMMAND.sub(" ", text))
     rest, groups = _GROUP_POWER.subn(" ", rest)
     return groups <= 2 and _FORMULA.fullmatch(rest) is not None and _TOO_LONG.search(rest) is None
-
-
-def formulas_equal(gold: str, said: str) -> bool:
-    """Whether two small formulas are the same to math-verify; one that does not parse equals nothing. For a child."""
-    from math_verify import LatexExtractionConfig, parse, verify  # sympy: seconds to import, rarely needed
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit: the child has one
-    reader = [LatexExtractionConfig(boxed_match_priority=0)]
-    gold_parts, said_parts = (
-        parse(rf"\boxed{{{text}}}", reader, fallback_mode="no_fallback", parsing_timeout=None) for text in (gold, said)
-    )
-    if not gold_parts or not said_parts:
-        return False
-    early = decided(gold_parts[0], said_parts[0])
-    return bool(verify(gold_parts, said_parts, timeout_seconds=None)) if early is None else early
-
-
-def decided(gold: Any, said: Any) -> bool | None:
-    """Whether two parsed terms are equal, where that costs little to prove; None elsewhere.
-
-    What multiplying out leaves nothing of is nothing; terms that differ by more than any rounding at one place are not
-    the same. It saves most wrong answers, and many right ones, a simplification.
-    """
-    from sympy import Expr, Float, expand
-
-    if not (isinstance(gold, Expr) and isinstance(said, Expr)):
-        return None
-    difference = expand(gold - said)
-    if difference == 0:
-        return True
-    place = {symbol: Float(_PLACE + number) for number, symbol in enumerate(sorted(difference.free_symbols, key=str))}
-    apart, size = (abs(term.evalf(8, subs=place)) for term in (difference, gold))
-    if not (apart.is_Float and size.is_Float):
-        return None
-    return False if apart > 1e-4 * (1 + size) else None

@@ -14,11 +14,36 @@ _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _NAME = re.compile(r"^[A-Za-z]\w{0,20}\s*=\s*(?=[^=])")
 _SIGN_SPACE = re.compile(r"^([+-])\s+")
 _UNIT = re.compile(r"(?<=[\d}.])\s+([^\W\d_]{2,}(?:\s+[^\W\d_]{2,})?)\s*\Z")
-_DIGITS = "one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
-_DECADES = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
-_SCALES = "hundred|thousand|million|billion|trillion|lakh|crore|dozen|tenth|hundredth|thousandth|millionth"
-_NOT_UNITS = frozenset(f"{_DIGITS}|{_DECADES}|{_SCALES}|or|and|to|not|plus|minus|over|by|than".split("|"))
+_DIGITS = "one two three four five six seven eight nine ten eleven twelve"
+_TEENS = "thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+_DECADES = "twenty thirty forty fifty sixty seventy eighty ninety"
+_SCALES = "hundred thousand million billion trillion quadrillion lakh crore dozen gross myriad zero nought"
+_PARTS = (
+    "half halve third quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth twentieth hundredth "
+    "thousandth millionth billionth first double triple"
+)
+_FUNCTIONS = (
+    "squared cubed root sqrt factorial power exponent exponential logarithm sine cosine tangent modulo "
+    "divided multiplied infinity"
+)
+_LETTERS = (
+    "alpha beta gamma delta epsilon zeta theta iota kappa lambda omicron sigma upsilon omega radical imaginary euler"
+)
+_CONNECTIVES = "or and to not plus minus over by than into from less more equals base remainder"
+_NOT_UNITS = frozenset(
+    f"{_DIGITS} {_TEENS} {_DECADES} {_SCALES} {_PARTS} {_FUNCTIONS} {_LETTERS} {_CONNECTIVES}".split()
+)
 """Words after a number that make another one of it, or no number."""
+_SHORT = (
+    "mm cm dm km in ft yd mi oz lb lbs kg mg gm ml cl dl hr hrs min sec ms hz kb mb gb tb mph kph kmh usd eur gbp inr "
+    "day man men boy cup box egg pie car bus cat dog pen bag toy hat way set row kid bar can jar tin pot"
+)
+_SHORT = (
+    "mm cm dm km in ft yd mi oz lb lbs kg mg gm ml cl dl hr hrs min sec ms hz kb mb gb tb mph kph kmh usd eur gbp inr "
+    "day man men boy cup box egg pie car bus cat dog pen bag toy hat way set row kid bar can jar tin pot"
+)
+_SHORT_UNITS = frozenset(_SHORT.split())
+"""Of fewer than four letters. Any other word so short is taken for symbols: `xy`, `pi`, `ln`, `bn`."""
 
 _DECIMAL = re.compile(r"[+-]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,2})?")
 _RATIO = re.compile(r"([+-]?)\s*(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)")
@@ -52,18 +77,24 @@ def parse_quantity(text: str) -> Quantity | None:
     """The exact value of a plain number, with up to two words of unit after it; None for anything else.
 
     Reads decimals with thousands commas (`1,234.50`), powers of ten (`1e3`), ratios (`3/4`, `1 1/2`) and
-    LaTeX ratios (`\\frac{3}{4}`, `\\frac12`, `1\\frac{1}{2}`). `18, 20` and `18 million` are none.
+    LaTeX ratios (`\\frac{3}{4}`, `\\frac12`, `1\\frac{1}{2}`). `18, 20`, `18 million`, `3 pi` and `3 quarters` are
+    none.
     """
     if len(text) > _LONGEST_NUMBER:
         return None
     unit = ""
     if match := _UNIT.search(text):
         words, text = [_singular(word) for word in match[1].lower().split()], text[: match.start()]
-        if _NOT_UNITS.intersection(words):
+        if not all(map(_is_unit, words)):
             return None
         unit = " ".join(words)
     value = _number(text)
     return None if value is None else Quantity(value, unit)
+
+
+def _is_unit(word: str) -> bool:
+    """Whether a word in the singular only says of what there are so many."""
+    return word in _SHORT_UNITS or (len(word) > 3 and word not in _NOT_UNITS)
 
 
 def _singular(word: str) -> str:

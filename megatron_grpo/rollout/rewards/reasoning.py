@@ -11,9 +11,6 @@ from __future__ import annotations
 import ast
 import re
 import unicodedata
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any
 
 from megatron_grpo.rollout.rewards.extract import extract_answer
 from megatron_grpo.rollout.rewards.limit import LimitedFunction, Patience
@@ -21,6 +18,8 @@ from megatron_grpo.rollout.rewards.math import MEMORY_GIB
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Question, Verdict, without_stop_text
 
 PREFIX = "reasoning_gym:"
+OWN_RULES = "megatron_grpo.rollout.rewards.own_rules:own_score"
+"""Not imported here: the package takes seconds, and only the child needs it."""
 _LONGEST = 2000
 _WORDS = re.compile(r"(?:[\w\s,.;:!?%$/<>|&^~=+*-]|(?<=[A-Za-z])'(?=[A-Za-z]))*")
 _TOWER = re.compile(r"\*\*.*\*\*|\^.*\^", re.DOTALL)
@@ -34,8 +33,7 @@ class ReasoningReward:
     """The score, 0 to 1, that the task's own rule gives the final answer: see `extract_answer`; else the whole text."""
 
     def __init__(self, *, limit_s: float, patience: Patience | None = None) -> None:
-        target = f"{__name__}:{own_score.__name__}"
-        self._call = LimitedFunction(target, limit_s=limit_s, memory_gib=MEMORY_GIB, patience=patience)
+        self._call = LimitedFunction(OWN_RULES, limit_s=limit_s, memory_gib=MEMORY_GIB, patience=patience)
 
     def __call__(self, response: str, question: Question, finished: bool) -> Verdict:
         text = without_stop_text(response)
@@ -72,15 +70,3 @@ def _is_arithmetic(said: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree))
-
-
-def own_score(name: str, said: str, entry: Mapping[str, Any]) -> float:
-    """What reasoning-gym's task `name` gives `said`. For a child."""
-    return float(_rule(name)(said, entry))
-
-
-@lru_cache(maxsize=64)
-def _rule(name: str) -> Any:
-    from reasoning_gym import get_score_answer_fn
-
-    return get_score_answer_fn(name)

@@ -64,6 +64,14 @@ class ReasoningTask:
             "held out; use a larger one, a smaller data.val_size, or other data.options"
         )
 
+    def fingerprint(self) -> str:
+        """The settings, and what this version of the package makes of them. The held-out problems count, too: none of
+        them is trained on."""
+        data, first = self._data, self.train_problem(0)
+        made = repr([(problem.prompt, problem.answer) for problem in (first, *self._validation)])
+        digest = hashlib.sha256(made.encode()).hexdigest()
+        return f"{data.task} {sorted(data.options.items())} {data.prompt_template!r} {self._seed} {digest}"
+
     def validation(self) -> list[Problem]:
         return list(self._validation)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -83,12 +84,20 @@ class RowTask:
         else:
             cut = len(rows) - val_size
             self._train, self._validation = rows[:cut], rows[cut:]
+        self._seed = seed
         self._epoch_order = lru_cache(maxsize=2)(partial(epoch_order, len(self._train), seed))
 
     def train_problem(self, index: int) -> Problem:
         """Row number `index % rows` of the shuffled epoch `index // rows`."""
         epoch, place = divmod(index, len(self._train))
         return self._train[self._epoch_order(epoch)[place]]
+
+    def fingerprint(self) -> str:
+        """Every row counts: they are shuffled by their number and the seed."""
+        digest = hashlib.sha256()
+        for row in self._train:
+            digest.update(repr((row.id, row.prompt, row.answer)).encode())
+        return f"rows {digest.hexdigest()} {self._seed}"
 
     def validation(self) -> list[Problem]:
         """The held-out rows in file order."""

@@ -159,10 +159,11 @@ class _Run:
         task = build_problems(cfg, tokenizer)
         check_reward_models(cfg)
         checkpoint = self._checkpoints.resolve(resume, note=self._say) if resume else None
-        progress = Progress(0, {}, digest_of(task))
+        progress = Progress(0, {}, digest_of(task, tokenizer, cfg.data))
         if checkpoint is not None:
             problems, progress = progress.problems, read_progress(checkpoint, cfg)
             check_problems(checkpoint, progress, problems)
+            progress = replace(progress, problems=problems)  # an older checkpoint has none
         timeline = _timeline(cfg, self._run_dir, self._groups)
         with (
             policy_runtime(cfg, self._groups, deepspeed_settings(cfg), self._device, timeline) as policy,

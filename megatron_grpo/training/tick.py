@@ -19,7 +19,7 @@ from megatron_grpo.anchor.schedule import AnchorSchedule
 from megatron_grpo.anchor.snapshots import Snapshot, Snapshots
 from megatron_grpo.backends.megatron.schedule import finish_gradients, forward_backward
 from megatron_grpo.boundary.crossing import Pass
-from megatron_grpo.config import Config
+from megatron_grpo.config import Config, OptimConfig
 from megatron_grpo.ops.host import keeping
 from megatron_grpo.ops.merge import agreement_sums
 from megatron_grpo.ops.signs import Signal
@@ -257,7 +257,7 @@ class TickRunner:
         """Clip by the true global norm and step; a gradient that is not finite skips the tick, on every rank alike."""
         engine, optim = self._policy.engine, self._cfg.optim
         norm = engine.gradient_norm()
-        lr = optim.lr * min(1.0, (tick + 1) / max(1, optim.warmup_ticks))
+        lr = learning_rate(optim, tick)
         report.values |= {"policy/grad_norm": norm.item(), "train/lr": lr}
         if not bool(norm.isfinite()):
             self.skipped += 1
@@ -268,6 +268,12 @@ class TickRunner:
                 gradient.mul_(factor.to(gradient.device))
             engine.step(lr)
         report.values["train/skipped"] = float(self.skipped)
+
+
+def learning_rate(optim: OptimConfig, tick: int) -> float:
+    """Of ``tick``, from 0: up to ``lr`` in equal steps over ``warmup_ticks``, then that. It follows from the tick
+    alone, so a resumed run has no schedule to find its place in."""
+    return optim.lr * min(1.0, (tick + 1) / max(1, optim.warmup_ticks))
 
 
 def agreement_metrics(sums: torch.Tensor, *, cosine_too: bool) -> dict[str, float]:

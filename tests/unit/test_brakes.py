@@ -57,6 +57,7 @@ def stops(rows: Rows, **limits: float) -> list[str | None]:
 def test_each_limit(
     limits: dict[str, float], key: str, values: list[float], stopped: list[bool], sentence: str
 ) -> None:
+    """Case C16 is the first."""
     rows: Rows = [{key: value} for value in values]
     said = stops(rows, **limits)
     assert [stop is not None for stop in said] == stopped

@@ -194,7 +194,7 @@ def test_eval_says_what_it_needs(home: Path) -> None:
     assert "add --config" in output
 
 
-def test_rank_environment() -> None:
+def test_c21_rank_environment() -> None:
     cpu = launch.rank_environment({"A": "b", "OMP_NUM_THREADS": "9"}, threads=2)
     assert cpu == {
         "A": "b",

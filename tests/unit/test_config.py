@@ -339,6 +339,7 @@ def test_importance_weights_need_room_between_their_bounds(home: Path) -> None:
     ],
 )
 def test_a_combination_that_cannot_work_is_named(home: Path, override: str, line: str) -> None:
+    """Case B13: the geometry of a batch, with the nearest values that fit, before anything starts."""
     assert line in checked(home, override)
 
 

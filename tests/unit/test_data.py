@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sentencepiece import SentencePieceProcessor
@@ -420,6 +421,32 @@ class _Bytes:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+
+def test_a_fingerprint_says_whether_the_stream_is_the_same(write: Write) -> None:
+    """Any row counts, the last one of the order too; where the file lies does not."""
+
+    def of(*rows: object, name: str = "train.jsonl", seed: int = 0, **settings: Any) -> str:
+        data = DataConfig(task="jsonl", path=write(*rows, name=name), val_size=1, **settings)
+        return build_task(data, seed).fingerprint()
+
+    rows = _rows(300)
+    once = of(*rows)
+    assert of(*rows, name="moved.jsonl") == once
+    for place in (0, 150, 298):
+        changed = [row | {"answer": "7"} if number == place else row for number, row in enumerate(rows)]
+        assert of(*changed) != once
+    others = (of(*rows[:-1]), of(*rows, seed=1), of(*rows, prompt_template="Q: {question}"), of(*rows[1:], rows[0]))
+    assert len({once, *others}) == 5
+    sums = [build_task(DataConfig(terms=terms, val_size=8), seed).fingerprint() for terms in (2, 3) for seed in (0, 1)]
+    assert len(set(sums)) == 4
+    weights = ((1.0, 1.0), (1.0, 3.0))
+    mixed = [[MixedSource(task="chain_sum", terms=n + 2, weight=w) for n, w in enumerate(pair)] for pair in weights]
+    assert len({build_task(DataConfig(mix=tuple(mix), val_size=8), 0).fingerprint() for mix in mixed}) == 2
+    gym = [("chain_sum", {}), ("chain_sum", {"max_terms": 3}), ("leg_counting", {})]
+    tasks = [DataConfig(task=f"reasoning_gym:{name}", options=options, val_size=4) for name, options in gym]
+    made = [build_task(data, 0).fingerprint() for data in (*tasks, tasks[0])]
+    assert len(set(made)) == 3 and made[0] == made[3]
 
 
 def test_prompts_are_encoded_in_order_and_bounded() -> None:

@@ -66,11 +66,12 @@ class ReasoningTask:
 
     def fingerprint(self) -> str:
         """The settings, and what this version of the package makes of them. The held-out problems count, too: none of
-        them is trained on."""
-        data, first = self._data, self.train_problem(0)
+        them is trained on; and so does the length beyond which problems are left out."""
+        data, first, reading = self._data, self.train_problem(0), self._reading
+        longest = reading.max_prompt if reading.drops else None
         made = repr([(problem.prompt, problem.answer) for problem in (first, *self._validation)])
         digest = hashlib.sha256(made.encode()).hexdigest()
-        return f"{data.task} {sorted(data.options.items())} {data.prompt_template!r} {self._seed} {digest}"
+        return f"{data.task} {sorted(data.options.items())} {data.prompt_template!r} {longest} {self._seed} {digest}"
 
     def validation(self) -> list[Problem]:
         return list(self._validation)
@@ -84,6 +85,9 @@ class ReasoningTask:
         try:
             if not self._reading.fits(prompt):
                 return None
+        except ValueError as error:
+            raise ConfigError(f"data.task={self._data.task}: {error}") from error
+        try:
             self._reading.check(self._data.task, answer)
         except ValueError as error:
             raise ConfigError(f"data.task={self._data.task}: {error}; use reward.kind=exact, the task's own") from error

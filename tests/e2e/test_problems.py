@@ -43,7 +43,8 @@ def test_a_resumed_run_meets_the_problems_that_come_next(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_own_problems_only(tmp_path: Path) -> None:
-    """Other rows, another batch size: the place in the stream would mean something else. A moved file does not."""
+    """Other rows, another batch size: the place in the stream would mean something else. A moved file does not, and a
+    checkpoint that does not say what it was trained on is taken, and the next one says it."""
     rows = [{"question": f"{a:02d}+{a + 1:02d}", "answer": str(2 * a + 1)} for a in range(30)]
     sums, moved, run = tmp_path / "sums.jsonl", tmp_path / "moved.jsonl", tmp_path / "run"
     sums.write_text("\n".join(json.dumps(row) for row in rows))
@@ -61,6 +62,12 @@ def test_a_run_goes_on_with_its_own_problems_only(tmp_path: Path) -> None:
     other = go("grpo.prompts_per_step=8", *resumed)
     assert other.returncode == 2 and "grpo.prompts_per_step=8" in other.stderr
     assert go(*resumed).returncode == 0
+    facts = run / "checkpoints/tick000004/run.json"
+    written = json.loads(facts.read_text())
+    facts.write_text(json.dumps({key: value for key, value in written.items() if key != "problems"}))
+    assert go(f"data.path={moved}", "train.steps=3", "--resume", "auto").returncode == 0
+    later = json.loads((run / "checkpoints/tick000006/run.json").read_text())
+    assert later["problems"] == written["problems"] != ""
 
 
 def test_a_reward_that_fails_everywhere_ends_the_run_before_a_step(tmp_path: Path) -> None:

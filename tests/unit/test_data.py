@@ -19,6 +19,7 @@ from megatron_grpo.data.mixture import shares
 from megatron_grpo.data.tasks import chain_sum_problem, is_held_out
 from megatron_grpo.rollout.rewards import build_rewards, gold_check
 from megatron_grpo.rollout.rewards.gold import value_gold
+from megatron_grpo.training.problems import digest_of
 
 VALUES = gold_check(RewardConfig())
 
@@ -412,6 +413,8 @@ def test_what_reasoning_gym_does_not_have() -> None:
     ):
         build_task(DataConfig(task="reasoning_gym:leg_counting", options={"legs": 5}), seed=0)
     small = DataConfig(task="reasoning_gym:spell_backward", options={"min_word_len": 3, "max_word_len": 3})
+    with pytest.raises(ConfigError, match=r"tokens is longer than data\.max_prompt=3 \(use at least \d+, or .*drop\)$"):
+        build(small.model_copy(update={"val_size": 1}), 0, Reading(length=len, max_prompt=3))
     with pytest.raises(ConfigError, match=r"data\.val_size=1: .* made 0 different problems that fit"):
         build(small.model_copy(update={"val_size": 1}), 0, Reading(length=len, max_prompt=3, drops=True))
 
@@ -447,6 +450,38 @@ def test_a_fingerprint_says_whether_the_stream_is_the_same(write: Write) -> None
     tasks = [DataConfig(task=f"reasoning_gym:{name}", options=options, val_size=4) for name, options in gym]
     made = [build_task(data, 0).fingerprint() for data in (*tasks, tasks[0])]
     assert len(set(made)) == 3 and made[0] == made[3]
+    lengths = [(300, True), (400, True), (300, False), (400, False)]  # what is too long is left out, or an error
+    cut = [build(tasks[0], 0, Reading(VALUES, len, most, drops)).fingerprint() for most, drops in lengths]
+    assert len(set(cut)) == 3 and cut[2] == cut[3]
+
+
+class _Chat(_Bytes):
+    """Its template puts the system message first."""
+
+    has_chat_template = True
+
+    def encode_chat(self, text: str, system: str | None) -> list[int]:
+        return list(f"{system}|{text}".encode())
+
+
+def test_the_digest_of_a_run_says_how_prompts_are_put() -> None:
+    """The same problems, as they stand or as a message, are not the same to a policy."""
+    settings: list[dict[str, Any]] = [{}, {"chat": True}, {"chat": True, "system": "Be brief."}, {"terms": 2}]
+    configs = [DataConfig(val_size=8, **each) for each in settings]
+    digests = [digest_of(build_task(data, 0), _Chat(), data) for data in configs]  # type: ignore[arg-type]  # no file
+    assert len(set(digests)) == 4
+    assert digests[1] == digest_of(build_task(configs[1], 0), _Chat(), configs[1])  # type: ignore[arg-type]  # no file
+
+
+def test_a_digest_makes_few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tasks of reasoning-gym take a tenth of a second for each."""
+    data = DataConfig(task="reasoning_gym:leg_counting", val_size=4)
+    task = build_task(data, 0)
+    asked: list[int] = []
+    make = task.train_problem
+    monkeypatch.setattr(task, "train_problem", lambda index: asked.append(index) or make(index))
+    assert digest_of(task, _Bytes(), data)  # type: ignore[arg-type]  # no file
+    assert set(asked) == {0}
 
 
 def test_prompts_are_encoded_in_order_and_bounded() -> None:

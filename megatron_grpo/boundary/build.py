@@ -43,6 +43,12 @@ class BoundaryCodecs:
             return self.dense_backward
         return self.backward.inner if isinstance(self.backward, FeedbackCodec) and not fast else self.backward
 
+    def set_backward_budget(self, share: float) -> None:
+        """Change what gradients may take, a share of a bfloat16 crossing (``boundary.backward_budget=auto``)."""
+        codec = self.backward.inner if isinstance(self.backward, FeedbackCodec) else self.backward
+        assert isinstance(codec, TokenWaterfillCodec), "config.checks refuses others"
+        codec.share = share
+
     def coding(self) -> list[Codec]:
         return [self.forward, self.backward]
 

@@ -262,9 +262,13 @@ def _idle(config: Config) -> Iterator[str]:
         ("reward", reward, ("kind",), not reward.weights, "an empty reward.weights, which names the rewards"),
         ("data", data, ("task", "path"), not data.mix, "an empty data.mix, whose entries name the tasks"),
         ("data", data, ("val_rows",), tables, "data.val_path or val_split"),
-        ("boundary", boundary, ("send_once",), config.parallel.pipeline > 1, "parallel.pipeline=2 or more"),
+        (
+            *("boundary", boundary, ("send_once", *(["backward_budget"] if boundary.budgets_itself else []))),
+            *(config.parallel.pipeline > 1, "parallel.pipeline=2 or more"),
+        ),
         ("boundary", boundary, ("cache_place", "cache_gib"), boundary.send_once != "off", "boundary.send_once"),
         ("boundary", boundary, ("delta_tolerance", "delta_budget"), boundary.send_once == "delta", "send_once=delta"),
+        ("boundary", boundary, ("backward_cosine", "backward_check"), boundary.budgets_itself, "backward_budget=auto"),
         ("boundary", boundary, ("tensor_rank",), "tensor" in links, "tensor in boundary.links"),
         ("boundary", boundary, ("data_rank", "data_warmup"), "data" in links, "data in boundary.links"),
     )
@@ -373,6 +377,11 @@ def _payloads(boundary: BoundaryConfig) -> Iterator[str]:
                 f"or boundary.{side}_codec=lowrank"
             )
     backward, payload = boundary.codec_of("backward"), boundary.payload_of("backward")
+    if boundary.budgets_itself and backward != "token_waterfill":
+        yield (
+            f"boundary.backward_budget=auto: is chosen for token_waterfill, and {backward} is another codec; "
+            "use boundary.backward_codec=token_waterfill, or a number"
+        )
     rounds = backward == "token_waterfill" or (boundary.packed("backward") and payload != "waterfill")
     if boundary.rounding == "stochastic" and not rounds:
         yield (

@@ -85,7 +85,9 @@ class Crossing:
     def codec(self, direction: Direction, plan: Pass) -> Codec:
         """The codec that rows cross by."""
         cache = self._cache(direction, plan)
-        if plan.dense_gradients and direction == "backward":
+        if direction == "backward" and plan.kind == "anchor":
+            return self.codecs.anchor_backward
+        if direction == "backward" and plan.dense_gradients:
             return self.codecs.dense_backward
         dense = plan.dense_in(direction) if cache is None else cache.dense
         return self.codecs.choose(direction, dense=dense, fast=plan.kind == "fast")

@@ -128,6 +128,8 @@ class BoundaryConfig(Section):
     """Drift, as a share of the rows' norm, above which delta sends: that of the same minibatch a step before."""
     delta_budget: Share = 0.02
     """Bytes of such a difference as a share of bfloat16."""
+    anchor_budget: Share | None = None
+    """Bytes of an anchor's gradients as a share of bfloat16, by token_waterfill; null: they cross uncompressed."""
     links: Annotated[tuple[Link, ...], Field(strict=False)] = ("pipeline",)
     """Links that are compressed: boundaries between stages; sums over the tensor ranks of a layer; gradients of weight
     matrices over the replicas. The codecs, payloads and budgets above are the pipeline's."""

@@ -192,6 +192,8 @@ class TickRunner:
     def _fire(self, tick: int) -> bool:
         """Replay the remembered tick uncompressed, in place; M learns its gradient, the bases learn its boundaries.
 
+        With ``boundary.anchor_budget`` gradients are coded all the same, and no basis learns.
+
         Returns:
             Whether M learned: a gradient that is not finite is left out.
         """

@@ -111,7 +111,14 @@ class StepRunner:
         for number, replay in enumerate(replays):
             tick = step * cfg.grpo.minibatches + number
             delta = cfg.boundary.send_once == "delta" and self._drift[number] > cfg.boundary.delta_tolerance
-            report = self.ticks.run(tick, replay, uncompressed=self._uncompressed(tick), learn=refreshes, delta=delta)
+            report = self.ticks.run(
+                tick,
+                replay,
+                uncompressed=self._uncompressed(tick),
+                learn=refreshes,
+                delta=delta,
+                check=number == 0 and step % cfg.boundary.backward_check == 0,
+            )
             if number == 0:
                 report.seconds["time/train"] += old_seconds
             last = number == len(replays) - 1

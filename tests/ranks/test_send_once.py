@@ -86,6 +86,44 @@ def test_rows_that_crossed_coded_serve_as_they_were_decoded() -> None:
         assert row.get("rollout/logprob_gap", 0.0) < 1e-4
 
 
+def test_coded_rows_serve_no_dense_pass() -> None:
+    """Anchor, dense ticks and the dense bootstrap send their rows as they do without a cache, and bases learn from
+    them; at learning rate 0, so that rows which serve are those that would cross."""
+    lowrank = {"codec": "lowrank", "payload": "float32", "rank": 8, "basis": "anchor", "dense_every": 3}
+    sections: dict[str, Any] = {
+        "anchor": {"enabled": True, "cadence": 2, "delay": 1, "bootstrap": "dense"},
+        "grpo": {"minibatches": 2},
+        "rollout": {"path": "auto", "gap_limit": 1e9},
+        "optim": {"lr": 0.0},
+    }
+    found = {}
+    for mode in ("off", "reuse"):
+        boundary = {"boundary": lowrank | {"send_once": mode}}
+        ((found[mode], _), *_) = run_ranks(run, 2, Layout(pipeline=2), 4, 1, sections | boundary, timeout_s=120.0)
+    assert any(row["boundary/bytes_anchor"] for row in found["reuse"])
+    assert any(row["boundary/bytes_old_logprob"] for row in found["reuse"])
+    for row, other in zip(found["reuse"], found["off"], strict=True):
+        for kind in ("anchor", "old_logprob", "basis", "fast_bwd", "rollout"):
+            assert row[f"boundary/bytes_{kind}"] == other[f"boundary/bytes_{kind}"]
+        assert row["boundary/q_error_fwd"] == pytest.approx(other["boundary/q_error_fwd"], rel=1e-3, abs=1e-6)
+        dense = row["tick"] < 2 or row["tick"] % 3 == 0
+        assert row["boundary/bytes_fast_fwd"] == (other["boundary/bytes_fast_fwd"] if dense else 0)
+        assert (row["boundary/q_error_fwd"] < 1e-5) == dense
+        assert row["policy/clip_frac"] == 0
+
+
+def test_a_compressed_tensor_link_parts_trainer_and_sampler() -> None:
+    """Sampled uncompressed: kept rows serve, old log-probs are the trainer's, and nothing clips where nothing moved."""
+    link = REUSE | {"links": ["pipeline", "tensor"], "tensor_rank": 12, "calibration": 16}
+    sections = {"boundary": link, "grpo": {"minibatches": 2}, "optim": {"lr": 0.0}}
+    layout = Layout(pipeline=2, tensor=2)
+    ((rows, _), *_) = run_ranks(run, 4, layout, 1, 1, sections, timeout_s=120.0)
+    for row in rows:
+        assert row["boundary/bytes_fast_fwd"] == row["boundary/bytes_old_logprob"] == 0
+        assert row["policy/clip_frac"] == 0
+    assert rows[-1]["rollout/logprob_gap"] > 0.01
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_what_does_not_fit_crosses_again(place: str) -> None:

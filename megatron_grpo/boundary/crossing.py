@@ -37,8 +37,10 @@ class Pass:
         observe: who learns from this pass: ``both`` ends, from the rows that both hold after a dense crossing; the
             ``sender``, from its own; both from the ``gradients`` alone, which then cross dense; or nobody.
         keeps: step whose rollout this is; both ends keep the rows that cross forward.
-        reuses: step whose kept rows serve in place of those that would cross forward.
-        delta: of the rows that serve so, what they have moved since crosses, and both ends keep that.
+        reuses: step whose kept rows serve in place of those that would cross forward; a dense pass is served by rows
+            that crossed dense, or not at all.
+        delta: of the rows that serve so, what they have moved since crosses (uncompressed in a dense pass), and both
+            ends keep that.
         dense_gradients: gradients cross uncompressed between stages, whatever else does not.
     """
 
@@ -141,9 +143,9 @@ class Crossing:
             if plan.kind == "fast" and cache.dense:
                 self._measure("drift", x_NH[held_N], before_nH)
             if plan.delta:
-                moved = self.codecs.delta.encode(x_NH[held_N] - before_nH, held)
+                moved = self._delta(plan).encode(x_NH[held_N] - before_nH, held)
                 parts.append(moved.payload)
-                before_nH = self._moved(cache, before_nH, moved.payload, held)
+                before_nH = self._moved(cache, before_nH, moved.payload, held, plan)
             decoded_NH[held_N] = before_nH
         return Encoded(joined(parts, x_NH.device), decoded_NH)
 
@@ -181,20 +183,27 @@ class Crossing:
         if len(held):
             before_nH = cache.get(held, dtype)
             if plan.delta:
-                before_nH = self._moved(cache, before_nH, parts.pop(0), held)
+                before_nH = self._moved(cache, before_nH, parts.pop(0), held, plan)
             decoded_NH[held_N] = before_nH
         return decoded_NH
 
-    def _moved(self, cache: RowCache, before_nH: torch.Tensor, payload: torch.Tensor, held: Rows) -> torch.Tensor:
+    def _delta(self, plan: Pass) -> Codec:
+        """What the movement of rows crosses by."""
+        return self.codecs.dense_forward if plan.dense else self.codecs.delta
+
+    def _moved(
+        self, cache: RowCache, before_nH: torch.Tensor, payload: torch.Tensor, held: Rows, plan: Pass
+    ) -> torch.Tensor:
         """Rows as both ends hold them from now on."""
-        cache.replace(held, before_nH + self.codecs.delta.decode(payload, held, before_nH.dtype))
+        cache.replace(held, before_nH + self._delta(plan).decode(payload, held, before_nH.dtype))
         return cache.get(held, before_nH.dtype)
 
     def _cache(self, direction: Direction, plan: Pass) -> RowCache | None:
         """What serves in place of a crossing; ``None`` where rows cross."""
         if direction == "backward" or plan.reuses is None:
             return None
-        return self.caches.get(plan.reuses)
+        cache = self.caches.get(plan.reuses)
+        return None if cache is not None and plan.dense and not cache.dense else cache
 
     def _keeper(self, direction: Direction, plan: Pass) -> RowCache | None:
         return None if direction == "backward" or plan.keeps is None else self.caches[plan.keeps]
@@ -239,7 +248,7 @@ class Crossing:
         held_N = cache.holds(rows)
         rest, held = rows.where(~held_N), rows.where(held_N)
         blanks = [self.codec(direction, plan).payload(rest)] if len(rest) else []
-        return [*blanks, self.codecs.delta.payload(held)] if plan.delta and len(held) else blanks
+        return [*blanks, self._delta(plan).payload(held)] if plan.delta and len(held) else blanks
 
 
 def joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -299,9 +308,10 @@ class Boundaries:
             crossing.caches[step] = RowCache(settings, dense=dense)
 
     def drop_caches(self, needed: Container[int]) -> None:
-        """Let go of the rollouts of all other steps."""
+        """Let go of all rollouts but those of the steps that an anchor needs and that can serve one: dense ones."""
         for crossing in self.crossings.values():
-            crossing.caches = {step: cache for step, cache in crossing.caches.items() if step in needed}
+            caches = crossing.caches.items()
+            crossing.caches = {step: cache for step, cache in caches if step in needed and cache.dense}
 
     def caches_dict(self, steps: Container[int]) -> dict[str, Any]:
         """What is kept of the rollouts of ``steps``, for a checkpoint."""

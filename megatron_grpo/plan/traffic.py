@@ -114,37 +114,51 @@ def training_passes(config: Config, hidden: int) -> list[PassBytes]:
     Old log-probs are one forward for every minibatch but the first (whose own forward serves, unless a basis may change
     inside the step); where the codec samples, only a dense tick needs them. A reference policy adds one forward a tick.
     The anchor is a dense pass every ``anchor.cadence`` ticks, its gradients in ``boundary.anchor_budget`` if there is
-    one; ``boundary.dense_every`` makes every so-manieth tick dense. With ``boundary.send_once`` nothing crosses forward
-    but for the reference policy and, at most, for what rows have moved since the first tick.
-    ``boundary.backward_budget=auto`` counts as what it starts from; each of its checks is one pass that is dense
-    backward, and some that are coded.
+    one; ``boundary.dense_every`` makes every so-manieth tick dense. With ``boundary.send_once`` rows that were sampled
+    serve every pass but the reference policy's, and, where they are coded, but a dense one; what they have moved since
+    the first tick crosses at most (``delta``). ``boundary.backward_budget=auto`` counts as what it starts from; each of
+    its checks is one pass that is dense backward, and some that are coded.
     """
     boundary, ticks = config.boundary_at_work, config.grpo.minibatches
     coded, dense = ([row_bytes(boundary, side, hidden, dense=plain) for side in DIRECTIONS] for plain in (False, True))
     dense_share = 1 / boundary.dense_every if boundary.dense_every else 0.0
-    old = ticks if boundary.commit == "tick" else ticks - 1
-    sampled = samples_by_codec(config) and boundary.commit == "step"  # the sampler's log-probs are the old ones
-    reference = ticks if config.grpo.kl_coef > 0 else 0
     once = boundary.send_once != "off"
-    moved = boundary.delta_budget * DENSE_BYTES * hidden * (ticks - 1) / ticks if boundary.send_once == "delta" else 0.0
-    if once:
-        old = 0
-    forwards = (0 if sampled else old) + reference
+    coded_rows = 0.0 if once else coded[0]
+    dense_rows = 0.0 if once and not samples_by_codec(config) else dense[0]
+    moved = (ticks - 1) / ticks if boundary.send_once == "delta" else 0.0
+    packed = moved * boundary.delta_budget * DENSE_BYTES * hidden
+    old_coded, old_dense = _old_logprobs(config)
+    reference = ticks if config.grpo.kl_coef > 0 else 0
     anchors = ticks / config.anchor.cadence if config.anchor.enabled else 0.0
     budget = boundary.anchor_budget
     replayed = dense[1] if budget is None else budget * DENSE_BYTES * hidden
     checks = 1 / boundary.backward_check if boundary.budgets_itself else 0.0
-    kept = 0.0 if once else coded[0]
     passes = [
-        PassBytes("fast", ticks * (1 - dense_share), moved if once else coded[0], coded[1], True),
-        PassBytes("fast", ticks * dense_share, moved if once else dense[0], dense[1], False),
-        PassBytes("old log-probs", forwards * (1 - dense_share), coded[0], None, True),
-        PassBytes("old log-probs", (old + reference) * dense_share, dense[0], None, False),
-        PassBytes("anchor", anchors, 0.0 if once else dense[0], replayed, False),
-        PassBytes("checks", checks, kept, dense[1], True),
-        PassBytes("checks", checks * PROBES, kept, coded[1], True),
+        PassBytes("fast", ticks * (1 - dense_share), coded_rows + packed, coded[1], True),
+        PassBytes("fast", ticks * dense_share, dense_rows + moved * dense[0], dense[1], False),
+        PassBytes("old log-probs", old_coded * (1 - dense_share), coded_rows, None, True),
+        PassBytes("old log-probs", old_dense * dense_share, dense_rows, None, False),
+        PassBytes("old log-probs", reference * (1 - dense_share), coded[0], None, True),
+        PassBytes("old log-probs", reference * dense_share, dense[0], None, False),
+        PassBytes("anchor", anchors, dense_rows, replayed, False),
+        PassBytes("checks", checks, coded_rows, dense[1], True),
+        PassBytes("checks", checks * PROBES, coded_rows, coded[1], True),
     ]
     return [part for part in passes if part.count > 0]
+
+
+def _old_logprobs(config: Config) -> tuple[int, int]:
+    """Old-log-prob passes of a step whose ticks are all coded, and of one whose ticks are all dense.
+
+    None where the sampler's log-probs serve: the rule of ``training.step.StepRunner``.
+    """
+    boundary, ticks = config.boundary, config.grpo.minibatches
+    later = ticks if boundary.commit == "tick" else ticks - 1
+    if samples_by_codec(config):
+        return (0 if boundary.commit == "step" else later), later
+    if boundary.send_once == "off":
+        return later, later
+    return (later if "tensor" in boundary.links else 0), 0
 
 
 def training_shares(config: Config, hidden: int) -> dict[str, float]:

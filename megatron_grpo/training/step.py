@@ -270,24 +270,33 @@ class StepRunner:
             # The first tick runs at the weights that old log-probs are of: its own forward is the old one. Not so
             # where a basis may change inside the step.
             uncompressed = self._uncompressed(step * cfg.grpo.minibatches + number)
-            one_basis = cfg.boundary.commit == "step"
-            one_policy = self._sends_once or (by_codec and one_basis and not uncompressed)
+            one_policy = self._one_policy(by_codec=by_codec, uncompressed=uncompressed)
             if number > 0 and one_policy:
-                # sampler and trainer are one policy
                 replay = replace(replay, old_logp_BR=minibatch.sampler_logp_BR, old_is_sampled=True)
-            elif not one_policy and (number > 0 or not one_basis):
+            elif not one_policy and (number > 0 or cfg.boundary.commit == "tick"):
                 replay = replace(replay, old_logp_BR=self._logprobs(replay, uncompressed))
             if self._reference is not None:
                 with self._policy.engine.at_weights(self._reference):
-                    replay = replace(replay, reference_logp_BR=self._logprobs(replay, uncompressed))
+                    # of other weights than those that the kept rows were made with
+                    reference_BR = self._logprobs(replace(replay, step=None), uncompressed)
+                replay = replace(replay, reference_logp_BR=reference_BR)
             replays.append(replay)
         return replays
+
+    def _one_policy(self, *, by_codec: bool, uncompressed: bool) -> bool:
+        """Whether the sampler's log-probs are a tick's old ones: both went through the same codecs on every link, or
+        took the same uncompressed rows."""
+        boundary = self._cfg.boundary
+        coded_alike = by_codec and not uncompressed and boundary.commit == "step"
+        # Kept rows serve the pipeline alone; the tensor link codes what is sampled uncompressed.
+        dense_alike = not by_codec and (uncompressed or "tensor" not in boundary.links)
+        return coded_alike or (self._sends_once and dense_alike)
 
     def _logprobs(self, replay: Replay, uncompressed: bool, kind: Kind = "old_logprob") -> torch.Tensor:
         """The trainer's log-probs ``[B, R]`` at the current weights, through the codec; zeros off the last stage."""
         policy = self._policy
         inputs, rows = model_inputs(replay, self._cfg.train.micro_batch)
-        plan = Pass(kind, rows=rows, dense=uncompressed)
+        plan = Pass(kind, rows=rows, dense=uncompressed, reuses=replay.step)
         parts: list[Any] = forward_only(policy.stage, policy.link, inputs, plan, self._read)
         return torch.cat(parts) if parts else torch.zeros_like(replay.batch.sampler_logp_BR)
 

@@ -92,10 +92,11 @@ def score(response, answer, finished):
 def test_a_reward_that_fails_later_stops_the_run_with_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that the first validation and step 0 ask of it has a score; step 1 has none. Mended, the run goes on."""
+    """All that the first validation and step 0 ask of it has a score; step 1, which is the last, has none: nothing is
+    trained on, validated or exported. Mended, the run does that step again and ends as if nothing had happened."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     module, run = tmp_path / "graders_own.py", tmp_path / "run"
-    settings = ["reward.kind=python:graders_own:score", "rollout.path=dense", "data.val_size=8", "train.steps=3"]
+    settings = ["reward.kind=python:graders_own:score", "rollout.path=dense", "data.val_size=8", "train.steps=2"]
     settings += [
         "grpo.prompts_per_step=4",
         "grpo.group_size=4",
@@ -110,11 +111,14 @@ def test_a_reward_that_fails_later_stops_the_run_with_a_checkpoint(
     module.write_text(BROKEN.format(works=2 * 8 + 16))
     result = go()
     assert result.returncode == 3, result.stderr
-    assert "stopped because no response of tick 3 has a score" in result.stdout and "is gone" in result.stderr
-    rows = rows_of(run)
-    assert [row.get("reward/unscored_frac") for row in rows] == [None, 0.0, None, 1.0]
-    assert not any("val/score" in row for row in rows)
+    assert "stopped because no response of step 1 has a score" in result.stdout and "is gone" in result.stderr
+    assert [row["tick"] for row in rows_of(run)] == [0, 1] and not (run / "policy").exists()
     module.write_text(BROKEN.format(works=1000))
     result = go("--resume", "auto")
     assert result.returncode == 0, result.stderr
-    assert rows_of(run)[-1]["val/score"] > 0.0
+    whole = go("--run-dir", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    resumed, uninterrupted = (rows_of(folder) for folder in (run, tmp_path / "whole"))
+    assert [row["val/score"] for row in resumed[-1:]] == [row["val/score"] for row in uninterrupted[-1:]]
+    name = "policy/model.safetensors"
+    assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

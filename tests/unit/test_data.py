@@ -123,6 +123,16 @@ def test_jsonl_validation_from_its_own_file(write: Write) -> None:
     assert sorted(task.train_problem(i).id for i in range(4)) == [1, 2, 3, 4]
 
 
+def test_validation_on_rows_that_are_trained_on_is_refused(write: Write) -> None:
+    path = write(*_rows(10))
+    apart = DataConfig(task="jsonl", path=path, rows=":6", val_path=path, val_rows="6:", val_size=4)
+    assert [problem.answer for problem in build_task(apart, 0).validation()] == [row["answer"] for row in _rows(10)[6:]]
+    for rows, val_rows, shared in ((None, None, 10), (":7", "6:", 1)):
+        data = DataConfig(task="jsonl", path=path, rows=rows, val_path=path, val_rows=val_rows, val_size=4)
+        with pytest.raises(ConfigError, match=f"{shared} validation rows of .*train.jsonl are trained on"):
+            build_task(data, 0)
+
+
 def test_jsonl_keys_numbers_blank_lines_and_line_separators(write: Write) -> None:
     rows = ['\ufeff{"q": "a\u2028b", "a": 1234.5}', "", {"q": "c", "a": "#### $1,234"}, {"q": "d", "a": 7}]
     data = DataConfig(task="jsonl", path=write(*rows), val_size=1, question_key="q", answer_key="a")

@@ -147,13 +147,16 @@ def _batch(config: Config) -> dict[str, str]:
 
 
 def _boundary(config: Config, hidden: int | None) -> dict[str, str]:
-    boundary, anchor = config.boundary, config.anchor
+    boundary, anchor = config.boundary_at_work, config.anchor
     rows: dict[str, str] = {}
     for side in DIRECTIONS:
         codec = boundary.codec_of(side)
         share = "" if hidden is None else f", {crossing_share(boundary, side, hidden):.1%} of a bfloat16 crossing"
         payload = "" if codec == "token_waterfill" else f", {boundary.payload_of(side)}"
         rows[side] = f"{codec}{payload}{share}"
+    if boundary.send_once != "off":
+        rows["forward"] += ", in sampling alone" if config.rollout.path == "dense" else ", once, in sampling"
+        rows["send once"] = f"{boundary.send_once}, kept on {boundary.cache_place}"
     rows["anchor"] = (
         f"every {anchor.cadence} ticks, {anchor.delay} old, merger {config.merger.kind}" if anchor.enabled else "off"
     )

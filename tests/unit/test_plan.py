@@ -296,6 +296,17 @@ def test_sizes_alone_can_be_planned_and_not_trained() -> None:
     assert not (ROOT / "examples/cluster/recipes/runs").exists()
 
 
+def test_the_plan_shows_the_codecs_that_run(home: Path) -> None:
+    """Sent once and sampled uncompressed, no forward codec is built."""
+    once = ["boundary.send_once=reuse", "rollout.path=dense", "boundary.cache_place=host"]
+    result = CliRunner().invoke(app, ["plan", str(home / "run.yaml"), *once], env={"COLUMNS": "160"})
+    lines = {line.split("│")[1].strip(): line for line in result.output.splitlines() if line.count("│") == 3}
+    assert "identity, bfloat16, 100.0% of a bfloat16 crossing, in sampling alone" in lines["forward"]
+    assert "token_waterfill, 1.5%" in lines["backward"]
+    assert "reuse, kept on host" in lines["send once"]
+    assert "nothing is fitted" in lines["basis"]
+
+
 def test_build_plan_is_the_same_run_with_and_without_codec() -> None:
     """The dense side of the plan is the identity codec in bfloat16, no anchor, whatever the config has."""
     config = load_config(EXAMPLE)

@@ -57,7 +57,8 @@ class RowCache:
         if self._store is None:
             limit = self._settings.limit
             most = None if limit is None else limit // (x_NH.shape[1] * x_NH.itemsize)
-            self._store = RowStore(self._settings.place, x_NH, most)
+            like = x_NH.new_empty(0, x_NH.shape[1], device=owners_N.device)
+            self._store = RowStore(self._settings.place, like, most)
         self._reach(int(owners_N.max()) + 1, int(places_N.max()) + 1, owners_N.device)
         self._slot_OL[owners_N, places_N] = self._store.put(x_NH).to(owners_N.device)
 
@@ -102,7 +103,7 @@ class RowCache:
     def get(self, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
         """Held rows ``[N, H]`` of ``dtype``, on the device of ``rows``."""
         store, slots_N = self._found(rows)
-        return store.get(slots_N).to(rows.index_N.device, dtype)
+        return store.get(slots_N, rows.index_N.device).to(dtype)
 
     def replace(self, rows: Rows, x_NH: torch.Tensor) -> None:
         """Hold other rows in their stead."""
@@ -124,7 +125,9 @@ class RowCache:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of it: rows, whose they are, and whose are not held."""
         owners_N, places_N = (self._slot_OL != NOWHERE).nonzero(as_tuple=True)
-        rows = None if self._store is None else self._store.get(self._slot_OL[owners_N, places_N])
+        rows = None
+        if self._store is not None:
+            rows = self._store.get(self._slot_OL[owners_N, places_N], torch.device("cpu"))
         return {
             "dense": self.dense,
             "lost": sorted(self._lost),
@@ -137,5 +140,4 @@ class RowCache:
         """Take over what :meth:`state_dict` gave, into an empty cache; ``device`` is that of the rows to come."""
         self.dense, self._lost = state["dense"], set(state["lost"])
         if state["rows"] is not None:
-            owners_N, places_N, x_NH = (state[key].to(device) for key in ("owners", "places", "rows"))
-            self._enter(owners_N, places_N, x_NH)
+            self._enter(state["owners"].to(device), state["places"].to(device), state["rows"])

@@ -20,13 +20,13 @@ class RowStore:
 
     Args:
         place: device, host (pinned, where rows come from a GPU) or disk, in files that go with the store.
-        like: rows as they will come: their width, dtype and device.
+        like: no rows ``[0, H]``, but of the dtype and device of those that will come.
         most: rows at once; ``None``: any number.
     """
 
     def __init__(self, place: CachePlace, like: torch.Tensor, most: int | None) -> None:
         self._place, self._most = place, most
-        self._like = like.new_empty(0, like.shape[1])
+        self._like = like
         self._block_rows = max(1, BLOCK_BYTES // (like.shape[1] * like.itemsize))
         self._blocks: list[torch.Tensor] = []
         self._free: list[range] = []  # slots, each range in one block
@@ -50,11 +50,11 @@ class RowStore:
                 self._free.append(rest)
         return torch.tensor(slots, dtype=torch.int64)
 
-    def get(self, slots_N: torch.Tensor) -> torch.Tensor:
-        """The rows ``[N, H]`` there, on the device and of the dtype in which they came."""
-        x_NH = self._like.new_empty(len(slots_N), self._like.shape[1])
+    def get(self, slots_N: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The rows ``[N, H]`` there, of the dtype in which they came, on ``device``."""
+        x_NH = self._like.new_empty(len(slots_N), self._like.shape[1], device=device)
         for block, mine_N, within_N in self._by_block(slots_N):
-            x_NH[mine_N] = block[within_N].to(x_NH.device)
+            x_NH[mine_N.to(device)] = block[within_N].to(device)
         return x_NH
 
     def replace(self, slots_N: torch.Tensor, x_NH: torch.Tensor) -> None:

@@ -233,15 +233,17 @@ def _memory(plan: Plan) -> Table:
     """A column for stages that are alike."""
     columns = [
         (list(stages), plan.memory[first])
-        for first, stages in _alike([(entry.parts, entry.host) for entry in plan.memory])
+        for first, stages in _alike([(entry.parts, entry.host, entry.disk) for entry in plan.memory])
     ]
     names = list(dict.fromkeys(name for _, entry in columns for name in entry.parts))
-    moved = list(dict.fromkeys(name for _, entry in columns for name in entry.host))
     rows = [(name, *(size_text(entry.parts.get(name, 0.0)) for _, entry in columns)) for name in names]
     rows.append(("most at once", *(size_text(entry.peak) for _, entry in columns)))
-    rows += [
-        (f"{name}, on the host", *(size_text(entry.host.get(name, 0.0)) for _, entry in columns)) for name in moved
-    ]
+    for where, sizes in (
+        ("on the host", [entry.host for _, entry in columns]),
+        ("on disk", [entry.disk for _, entry in columns]),
+    ):
+        moved = dict.fromkeys(name for of_stage in sizes for name in of_stage)
+        rows += [(f"{name}, {where}", *(size_text(of_stage.get(name, 0.0)) for of_stage in sizes)) for name in moved]
     heads = [f"stage {a[0]}" if len(a) == 1 else f"stages {a[0]} to {a[-1]}" for a, _ in columns]
     return _grid("Memory of a rank, at the longest lengths", ("part", *heads), rows)
 

@@ -313,6 +313,11 @@ class Boundaries:
             caches = crossing.caches.items()
             crossing.caches = {step: cache for step, cache in caches if step in needed and cache.dense}
 
+    def forget(self, step: int, owners: Sequence[int]) -> None:
+        """Let go of sequences of the rollout of ``step`` that were drawn and will not be trained on."""
+        for crossing in self.crossings.values():
+            crossing.caches[step].forget(owners)
+
     def caches_dict(self, steps: Container[int]) -> dict[str, Any]:
         """What is kept of the rollouts of ``steps``, for a checkpoint."""
         return {

@@ -77,7 +77,7 @@ def _architecture(key: str, model: dict[str, Any]) -> Iterator[str]:
 
 def _model(config: Config, model: dict[str, Any]) -> Iterator[str]:
     yield from _architecture(f"model.path={config.model.path}", model)
-    hidden, layers, boundary = model["hidden_size"], model["num_hidden_layers"], config.boundary
+    hidden, layers, boundary = model["hidden_size"], model["num_hidden_layers"], config.boundary_at_work
     codecs = {boundary.codec_of("forward"), boundary.codec_of("backward")}
     if codecs != {"identity"} and boundary.rank is not None and boundary.rank > hidden:
         yield f"boundary.rank={boundary.rank} exceeds hidden size {hidden}; use at most {hidden}"
@@ -155,11 +155,24 @@ def _placement(config: Config) -> Iterator[str]:
 
 
 def _send_once(config: Config) -> Iterator[str]:
-    if config.boundary.send_once == "delta" and config.rollout.path != "dense":
+    boundary, path = config.boundary, config.rollout.path
+    if boundary.send_once == "delta" and path != "dense":
         yield (
             f"boundary.send_once=delta: is the difference from rows that crossed uncompressed, and "
-            f"rollout.path={config.rollout.path} may code them; use rollout.path=dense, or send_once=reuse"
+            f"rollout.path={path} may code them; use rollout.path=dense, or send_once=reuse"
         )
+    if boundary.send_once == "off" or path != "dense":
+        return
+    at_work = {"forward_codec": "identity", "predict": "none", "shared_basis": False}
+    if boundary.forward_codec is None:  # as a file that a run wrote has one, and a budget beside it
+        at_work |= {"forward_budget": None}
+    for key, value in at_work.items():
+        given = getattr(boundary, key)
+        if given not in (None, value):
+            yield (
+                f"boundary.{key}={given}: does nothing without rollout.path=codec or auto: with send_once="
+                f"{boundary.send_once} rows cross forward in sampling alone; leave it out"
+            )
 
 
 def _links(config: Config) -> Iterator[str]:
@@ -319,7 +332,7 @@ def _circuit(config: Config) -> Iterator[str]:
         yield from _signs(config)
         yield from _coded_anchor(config)
         return
-    boundary = config.boundary
+    boundary = config.boundary_at_work
     learns = "lowrank" in (boundary.codec_of("forward"), boundary.codec_of("backward")) or "tensor" in boundary.links
     if boundary.basis == "anchor" and learns and boundary.dense_every == 0:
         yield (

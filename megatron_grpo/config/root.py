@@ -118,7 +118,7 @@ class Config(Section):
 
     def dump(self) -> dict[str, Any]:
         """Every key with its value, as plain YAML types; reads back as a config that means and dumps the same."""
-        return self.model_copy(update={"boundary": self.boundary.resolved()}).model_dump(mode="json")
+        return self.model_copy(update={"boundary": self.boundary_at_work.resolved()}).model_dump(mode="json")
 
 
 def layer_split(layers: int, stages: int) -> list[int]:

@@ -69,7 +69,7 @@ class Plan:
             ],
             "bytes_per_step": {"config": dict(self.time.bytes), "dense": dict(self.dense.bytes)},
             "memory": [
-                {"stage": stage, "parts": entry.parts, "peak": entry.peak, "host": entry.host}
+                {"stage": stage, "parts": entry.parts, "peak": entry.peak, "host": entry.host, "disk": entry.disk}
                 for stage, entry in enumerate(self.memory)
             ],
             "seconds_per_step": {"config": _seconds(self.time), "dense": _seconds(self.dense)},

@@ -13,10 +13,12 @@ from megatron_grpo.conversion.families import ModelShape
 
 from .sizes import BYTES, StageSize, stage_sizes
 from .sums import residual_bytes, tensor_basis_bytes
-from .traffic import PACKED_BITS, fit_size, longest_lengths, moments_size, samples_by_codec, waterfill_channels
+from .traffic import PACKED_BITS, fit_size, longest_lengths, moments_size, waterfill_channels
 from .zero import Engine, read_engine
 
 FP32 = 4
+CACHE_BLOCK = 2**22
+"""``boundary.store.BLOCK_BYTES``, without torch."""
 STATIC = ("weights", "optimizer", "snapshots", "M", "reference", "codecs", "kept rows", "buffers")
 SAMPLING = ("gathered weights", "KV cache")
 TRAINING = ("live weights", "gradients", "averaged gradients", "compared gradients", "activations", "logits")
@@ -29,10 +31,12 @@ class StageMemory:
     Attributes:
         parts: on the device, by part; those of ``SAMPLING`` and of ``TRAINING`` are never there at once.
         host: moved to the host's memory, by part.
+        disk: bytes of files, by part.
     """
 
     parts: dict[str, float]
     host: dict[str, float] = field(default_factory=dict)
+    disk: dict[str, float] = field(default_factory=dict)
 
     @property
     def peak(self) -> float:
@@ -76,16 +80,19 @@ class _Stage:
             "activations": self._activations(),
             "logits": self._logits(),
         }
+        place = self._config.boundary.cache_place
         moved = [
             *(("optimizer", "averaged gradients", "compared gradients") if engine.optimizer_on_host else ()),
             *(("weights",) if engine.weights_on_host else ()),
             *engine.anchor_on_host,
-            *(("kept rows",) if self._config.boundary.cache_place == "host" else ()),
+            *(("kept rows",) if place == "host" else ()),
         ]
         there = {name: size for name, size in parts.items() if size}
+        files = {name: there.pop(name) for name in ("kept rows",) if place == "disk" and name in there}
         return StageMemory(
             {name: size for name, size in there.items() if name not in moved},
             {name: size for name, size in there.items() if name in moved},
+            files,
         )
 
     def _averaged(self) -> float:
@@ -158,18 +165,24 @@ class _Stage:
         return (self._number > 0) + (self._number < self._stages - 1)
 
     def _kept_rows(self) -> float:
-        """``boundary.send_once``: rows of a replica's rollout, and of those that an anchor will replay."""
-        config, boundary = self._config, self._config.boundary
-        if boundary.send_once == "off" or boundary.cache_place == "disk":
+        """``boundary.send_once``: rows of a replica's rollout, and of those that an anchor will replay, in blocks."""
+        config, boundary, anchor = self._config, self._config.boundary, self._config.anchor
+        if boundary.send_once == "off":
             return 0.0
-        dense = BYTES[boundary.dense_payload("forward")]
-        each = self._shape.hidden * (self._b if samples_by_codec(config) else dense)
-        rows = config.sequences_per_step / config.parallel.data * longest_lengths(config).rows
-        held = rows * each if boundary.cache_limit is None else min(rows * each, boundary.cache_limit)
-        anchor, rollouts = config.anchor, 1
-        if anchor.enabled:
-            rollouts += snapshots(anchor.cadence, anchor.delay)
-        return self._ends() * held * rollouts
+        coded, dense = self._b, BYTES[boundary.dense_payload("forward")]
+        row = self._shape.hidden * {"codec": coded, "dense": dense, "auto": max(coded, dense)}[config.rollout.path]
+        # A replica whose groups all live draws along with one that samples anew.
+        spare = config.grpo.dead_groups == "resample" and config.parallel.data > 1
+        sequences = config.sequences_per_step // config.parallel.data + spare
+        block = max(1, CACHE_BLOCK // row)
+        held = ceil(sequences * longest_lengths(config).rows / block) * block * row
+        if boundary.cache_limit is not None:
+            held = min(held, boundary.cache_limit)
+        rollouts = 1
+        if anchor.enabled:  # which replays none that is coded
+            only_first = config.rollout.path == "codec"
+            rollouts += int(anchor.bootstrap == "dense") if only_first else snapshots(anchor.cadence, anchor.delay)
+        return float(self._ends() * held * rollouts)
 
     def _codecs(self) -> float:
         """Of the boundaries that this rank is an end of, of its sums over tensor ranks and of its gradients."""

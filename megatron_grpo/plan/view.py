@@ -147,7 +147,7 @@ def _batch(config: Config) -> dict[str, str]:
 
 
 def _boundary(config: Config, hidden: int | None) -> dict[str, str]:
-    boundary, anchor = config.boundary, config.anchor
+    boundary, anchor = config.boundary_at_work, config.anchor
     rows: dict[str, str] = {}
     for side in DIRECTIONS:
         codec = boundary.codec_of(side)
@@ -156,6 +156,9 @@ def _boundary(config: Config, hidden: int | None) -> dict[str, str]:
         rows[side] = f"{codec}{payload}{share}"
     if boundary.budgets_itself:
         rows["backward"] += f" at first; auto chooses anew every {boundary.backward_check} steps, not foreseen here"
+    if boundary.send_once != "off":
+        rows["forward"] += ", in sampling alone" if config.rollout.path == "dense" else ", once, in sampling"
+        rows["send once"] = f"{boundary.send_once}, kept on {boundary.cache_place}"
     rows["anchor"] = (
         f"every {anchor.cadence} ticks, {anchor.delay} old, merger {config.merger.kind}" if anchor.enabled else "off"
     )
@@ -232,15 +235,17 @@ def _memory(plan: Plan) -> Table:
     """A column for stages that are alike."""
     columns = [
         (list(stages), plan.memory[first])
-        for first, stages in _alike([(entry.parts, entry.host) for entry in plan.memory])
+        for first, stages in _alike([(entry.parts, entry.host, entry.disk) for entry in plan.memory])
     ]
     names = list(dict.fromkeys(name for _, entry in columns for name in entry.parts))
-    moved = list(dict.fromkeys(name for _, entry in columns for name in entry.host))
     rows = [(name, *(size_text(entry.parts.get(name, 0.0)) for _, entry in columns)) for name in names]
     rows.append(("most at once", *(size_text(entry.peak) for _, entry in columns)))
-    rows += [
-        (f"{name}, on the host", *(size_text(entry.host.get(name, 0.0)) for _, entry in columns)) for name in moved
-    ]
+    for where, sizes in (
+        ("on the host", [entry.host for _, entry in columns]),
+        ("on disk", [entry.disk for _, entry in columns]),
+    ):
+        moved = dict.fromkeys(name for of_stage in sizes for name in of_stage)
+        rows += [(f"{name}, {where}", *(size_text(of_stage.get(name, 0.0)) for of_stage in sizes)) for name in moved]
     heads = [f"stage {a[0]}" if len(a) == 1 else f"stages {a[0]} to {a[-1]}" for a, _ in columns]
     return _grid("Memory of a rank, at the longest lengths", ("part", *heads), rows)
 

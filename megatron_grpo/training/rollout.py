@@ -103,14 +103,22 @@ class Rollouts:
             rows_K = self._dead_rows(scores).nonzero().flatten()
             if not int(sum_over(torch.tensor([len(rows_K)], device=rows_K.device), self._policy.groups.data)):
                 break
+            self._forget(step, batch, rows_K)  # first, so that there is room for what takes their place
             other, other_scores, times = self._draw_anew(step, number, row_ids[rows_K.cpu()], plan, drawn)
             if len(rows_K):
                 batch = batch.with_rows(rows_K, other, self._tokenizer.pad_id)
                 scores = scores.with_rows(rows_K, other_scores)
+            else:
+                self._forget(step, other, rows_K.new_zeros(1))
             fresh, scoring, tokens = fresh + len(rows_K), scoring + times, tokens + other.response_tokens
             drawn += len(other)
         seconds = time.perf_counter() - start
         return self._valued(batch, scores, RolloutTimes(seconds, scoring, tokens, fresh))
+
+    def _forget(self, step: int, batch: Batch, rows_K: torch.Tensor) -> None:
+        """Both ends let go of what crossed of sequences ``rows_K`` of ``batch``, which nobody trains on."""
+        if self._keeps and batch.drawn_B is not None:
+            self._policy.boundaries.forget(step, batch.drawn_B[rows_K].tolist())
 
     def _dead_rows(self, scores: Scores) -> torch.Tensor:
         """Bool ``[B]``: sequences of groups whose rewards do not differ, before any term of length."""

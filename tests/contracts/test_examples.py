@@ -9,7 +9,7 @@ from megatron_grpo.sweep.spec import load_sweep
 
 ROOT = Path(__file__).parents[2]
 YAML = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if "policy" not in path.parts)
-SWEEPS = [path for path in YAML if path.stem == "sweep"]
+SWEEPS = [path for path in YAML if "\narms:" in path.read_text(encoding="utf-8")]
 REAL = [path for path in YAML if path.parent.name.startswith("smollm")]
 """Their model is too large to ship, so it is given on the command line."""
 EXAMPLES = [path for path in YAML if path not in SWEEPS + REAL]
@@ -51,7 +51,7 @@ def test_example_of_a_real_model_lacks_nothing_else(path: Path) -> None:
     assert [error for error in errors if "has 128 positions" not in error] == [] and len(errors) <= 1
 
 
-@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_sweep_loads_and_every_arm_checks_clean(path: Path) -> None:
     """Loading checks every arm, and that no two are the same."""
     assert len(load_sweep(path).arms) > 20

@@ -133,9 +133,9 @@ def policy_of(cfg: Config) -> Iterator[Policy]:
         yield policy
 
 
-def runner_of(cfg: Config, policy: Policy) -> StepRunner:
-    """Whole steps on the task of ``cfg``, with the shipped tokenizer."""
-    tokenizer = load_tokenizer(TINY)
+def runner_of(cfg: Config, policy: Policy, tokenizer_dir: Path = TINY) -> StepRunner:
+    """Whole steps on the task of ``cfg``; random models go with the shipped tokenizer."""
+    tokenizer = load_tokenizer(tokenizer_dir)
     place = (
         LocalPlace(build_judge(cfg, tokenizer, policy.groups, policy.device)) if policy.groups.is_last_stage else None
     )

@@ -90,6 +90,27 @@ def test_rows_that_crossed_coded_serve_as_they_were_decoded() -> None:
         assert row.get("rollout/logprob_gap", 0.0) < 1e-4
 
 
+def rows_held(rank: int, world: int, layout: Layout, sections: dict[str, Any]) -> tuple[int, float, float]:
+    """Rows that this end of the boundary holds after a step; rows of its ticks, of all replicas; what was resampled."""
+    cfg = config(TINY, layout, 1, **sections)
+    with policy_of(cfg) as policy:
+        ticks = runner_of(cfg, policy).run(0)
+        held = policy.boundaries.crossings[0].caches[0].state_dict()["rows"]
+        rows = sum(row["boundary/bytes_dense_equivalent"] for row in ticks) / (2 * 2 * 96)
+        return len(held), rows, ticks[-1]["rollout/resampled_frac"]
+
+
+def test_what_is_drawn_and_not_trained_on_is_not_held() -> None:
+    """Of groups that were replaced, and of those that a replica draws to keep another one company."""
+    layout = Layout(pipeline=2, data=2)
+    sections = {"boundary": REUSE, "grpo": RESAMPLE, "rollout": {"max_response": 12}, "train": {"micro_batch": 4}}
+    results = run_ranks(rows_held, 4, layout, sections, timeout_s=120.0)
+    first, second = ([held for held, *_ in results[2 * stage : 2 * stage + 2]] for stage in (0, 1))
+    _, rows, resampled = results[0]
+    assert resampled > 0
+    assert first == second and sum(first) == rows
+
+
 def test_coded_rows_serve_no_dense_pass() -> None:
     """Anchor, dense ticks and the dense bootstrap send their rows as they do without a cache, and bases learn from
     them; at learning rate 0, so that rows which serve are those that would cross."""

@@ -738,6 +738,31 @@ def test_what_nothing_would_heed_is_refused(home: Path, overrides: list[str], me
     assert message in checked(home, *overrides)
 
 
+@pytest.mark.parametrize(
+    "given", ["forward_codec=mask", "forward_budget=0.12", "predict=embedding", "shared_basis=true"]
+)
+def test_a_forward_codec_that_no_pass_uses_is_refused(home: Path, given: str) -> None:
+    """Sent once, sampled uncompressed: but for the shorthand ``codec``, which is the backward one's, too."""
+    once = ["boundary.send_once=reuse", "boundary.codec=lowrank", "boundary.payload=waterfill", f"boundary.{given}"]
+    wanted = f"boundary.{given.replace('true', 'True')}: does nothing without rollout.path=codec or auto"
+    assert wanted in checked(home, *once, "rollout.path=dense")
+    assert "does nothing" not in checked(home, *once, "rollout.path=codec")
+    assert "does nothing" not in checked(home, *once[:3], "rollout.path=dense")
+
+
+def test_what_a_run_writes_of_a_codec_that_no_pass_uses_reads_back(home: Path) -> None:
+    config = load_config(home / "run.yaml", ["boundary.send_once=reuse", "rollout.path=dense"])
+    written = config.dump()["boundary"]
+    assert (written["forward_codec"], written["forward_payload"], written["predict"]) == (
+        "identity",
+        "bfloat16",
+        "none",
+    )
+    again = Config.model_validate(config.dump())
+    assert again.dump() == config.dump() and again.boundary_at_work.resolved() == config.boundary_at_work.resolved()
+    assert check_config(again, sizes_alone=True) == check_config(config, sizes_alone=True)
+
+
 def test_what_belongs_together_is_taken(home: Path) -> None:
     together = ["grpo.is_floor=0.5", "grpo.is_cap=2.0", "reward.overlong_weight=2.0", "reward.overlong_buffer=4"]
     assert "does nothing" not in checked(home, *together)

@@ -11,12 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_grpo.boundary.build import build_codecs
+from megatron_grpo.boundary.store import BLOCK_BYTES
 from megatron_grpo.cli import app
 from megatron_grpo.config import DIRECTIONS, BoundaryConfig, ConfigError, load_config
 from megatron_grpo.conversion.families import model_shape
 from megatron_grpo.launch.hosts import Host
 from megatron_grpo.plan import Device, Rates, build_plan, parse_rate, predict
-from megatron_grpo.plan.memory import snapshots, stage_memory
+from megatron_grpo.plan.memory import CACHE_BLOCK, snapshots, stage_memory
 from megatron_grpo.plan.network import FRAME, Line, Placement, placement_of
 from megatron_grpo.plan.schedule import StageTimes, pass_seconds, prefill_seconds, round_seconds
 from megatron_grpo.plan.sizes import parameter_count, read_shape, stage_sizes
@@ -206,6 +207,26 @@ def test_a_check_of_the_backward_budget_keeps_a_gradient(home: Path) -> None:
     assert first.peak == sum(first.parts.values()) - first.parts["KV cache"]
 
 
+def test_kept_rows_by_hand() -> None:
+    """Of the example 128 sequences of 91 rows of 96 numbers, in blocks of 2^22 bytes; anchors replay two rollouts more,
+    where those crossed dense."""
+    assert CACHE_BLOCK == BLOCK_BYTES
+    once = ["boundary.send_once=reuse", "boundary.basis=self"]
+    shape = read_shape(load_config(EXAMPLE))
+
+    def kept(*more: str) -> tuple[float, float, float]:
+        entry = stage_memory(load_config(EXAMPLE, [*once, *more]), shape)[0]
+        parts, host, disk = (where.get("kept rows", 0.0) for where in (entry.parts, entry.host, entry.disk))
+        return parts, host, disk
+
+    bfloat16, float32 = 2**22 // 192 * 192, 2**22 // 384 * 384  # 21845 and 10922 rows; 11648 are needed
+    assert kept("anchor.enabled=false") == (bfloat16, 0, 0)
+    assert kept("boundary.cache_place=host") == (0, 3 * bfloat16, 0)
+    assert kept("boundary.cache_place=disk", "boundary.cache_gib=0.001") == (0, 0, 3 * (2**30 // 1000))
+    assert kept("rollout.path=codec") == (2 * float32, 0, 0)  # as they were decoded
+    assert kept("rollout.path=auto") == (3 * 2 * float32, 0, 0)
+
+
 def test_memory_goes_to_the_host_where_the_file_says_so(tmp_path: Path) -> None:
     """ZeRO 3 over 4 ranks: shards of weights; the optimizer's 12 bytes and two of float32 gradients are the host's."""
     file = tmp_path / "offload.json"
@@ -303,6 +324,17 @@ def test_sizes_alone_can_be_planned_and_not_trained() -> None:
         train.exit_code == 2 and "has no model.safetensors" in train.output and "has neither tokenizer" in train.output
     )
     assert not (ROOT / "examples/cluster/recipes/runs").exists()
+
+
+def test_the_plan_shows_the_codecs_that_run(home: Path) -> None:
+    """Sent once and sampled uncompressed, no forward codec is built."""
+    once = ["boundary.send_once=reuse", "rollout.path=dense", "boundary.cache_place=host"]
+    result = CliRunner().invoke(app, ["plan", str(home / "run.yaml"), *once], env={"COLUMNS": "160"})
+    lines = {line.split("│")[1].strip(): line for line in result.output.splitlines() if line.count("│") == 3}
+    assert "identity, bfloat16, 100.0% of a bfloat16 crossing, in sampling alone" in lines["forward"]
+    assert "token_waterfill, 1.5%" in lines["backward"]
+    assert "reuse, kept on host" in lines["send once"]
+    assert "nothing is fitted" in lines["basis"]
 
 
 def test_build_plan_is_the_same_run_with_and_without_codec() -> None:

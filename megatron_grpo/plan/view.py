@@ -260,6 +260,7 @@ def _time(plan: Plan) -> Table:
     rows += [
         ("a step", f"{time_text(own.total)}, {dense.total / own.total:.3g} times faster", time_text(dense.total)),
         ("with perfect links", time_text(own.compute), time_text(dense.compute)),
+        ("of which coding", time_text(own.coding), time_text(dense.coding)),
         ("on the wire", f"{own.wire / own.total:.0%}", f"{dense.wire / dense.total:.0%}"),
         ("the run", time_text(own.total * plan.config.train.steps), time_text(dense.total * plan.config.train.steps)),
     ]

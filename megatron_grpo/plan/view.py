@@ -240,6 +240,8 @@ def _memory(plan: Plan) -> Table:
         (f"{name}, on the host", *(size_text(entry.host.get(name, 0.0)) for _, entry in columns)) for name in moved
     ]
     heads = [f"stage {a[0]}" if len(a) == 1 else f"stages {a[0]} to {a[-1]}" for a, _ in columns]
+    if plan.config.parallel.reward_stage:
+        heads[-1] = "reward stage"
     return _grid("Memory of a rank, at the longest lengths", ("part", *heads), rows)
 
 

@@ -453,3 +453,33 @@ def test_sums_over_tensor_ranks_are_coded_too() -> None:
     config = load_config(EXAMPLE, [*links, *changes, "rollout.path=dense", "grpo.minibatches=1"])
     step = predict(config, link_bit_s=1e30, latency_s=0.0, device_flop_s=1e9)
     assert step.coding == pytest.approx(4 * 2 * 3 * (4 * 96 * 24) * 128 * 91 / 1e9)
+
+
+def test_reward_models_take_memory_where_they_score() -> None:
+    """264,768 numbers in the judge's file; Megatron pads its 64 rows of embedding to 128, of 96 numbers each."""
+    parts = {}
+    for behind in ("true", "false"):
+        config = load_config(ROOT / "examples/reward_stage/run.yaml", [f"parallel.reward_stage={behind}"])
+        parts[behind] = [entry.parts.get("reward models") for entry in stage_memory(config, read_shape(config))]
+    weights = 4 * (264_768 + 64 * 96)
+    assert parts == {"true": [None, None, weights], "false": [None, weights]}
+    plain = load_config(EXAMPLE, ["parallel.reward_stage=true"])
+    assert stage_memory(plain, read_shape(plain))[-1].parts == {}
+
+
+@pytest.mark.parametrize("broken", ["grpo.group_size=1", "boundary.rank=900"], ids=["does not load", "is refused"])
+def test_a_plan_says_everything_that_is_wrong_at_once(home: Path, broken: str) -> None:
+    (home / "hosts").write_text("a slots=1\na slots=1\n")
+    arguments = [str(home / "run.yaml"), broken, "--hostfile", str(home / "hosts")]
+    result = CliRunner().invoke(app, ["plan", "--json", *arguments, "--link-rate", "1", "--local-rate", "2"])
+    assert result.exit_code == 2
+    errors = json.loads(result.stdout)["errors"]
+    assert len(errors) == 4 and broken in errors[0] and "line 2: a is there twice" in errors[1]
+    assert "--link-rate=1" in errors[2] and "--local-rate=2" in errors[3]
+
+
+def test_hosts_that_do_not_suffice_are_said_beside_config_errors(home: Path) -> None:
+    (home / "hosts").write_text("a slots=1\n")
+    arguments = ["plan", "--json", str(home / "run.yaml"), "boundary.rank=900", "--hostfile", str(home / "hosts")]
+    errors = json.loads(CliRunner().invoke(app, arguments).stdout)["errors"]
+    assert len(errors) == 2 and "boundary.rank=900 exceeds" in errors[0] and "has 1 slots" in errors[1]

@@ -5,15 +5,20 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
 
 from megatron_grpo.config import Config, ConfigError, check_config, holds_sizes_alone, load_config
+
+if TYPE_CHECKING:
+    from megatron_grpo.launch.hosts import Slots
+
+T = TypeVar("T")
 
 CONFIG_ERROR = 2
 
@@ -134,41 +139,53 @@ def plan(
 ) -> None:
     """Show what a run would be: ranks, links, bytes, memory, time, and every config error. Starts nothing."""
     with _config_errors():
-        try:
-            cfg = load_config(config, overrides)
-        except ConfigError as error:
-            if as_json:
-                print(json.dumps({"errors": str(error).splitlines()}))
-            raise
-        errors = check_config(cfg, sizes_alone=holds_sizes_alone(Path(cfg.model.path)))
-        try:
-            _check_problems(cfg)
-        except ConfigError as error:
-            errors.append(str(error))
-        from megatron_grpo.launch.cluster import Cluster, choose
         from megatron_grpo.launch.hosts import Host
         from megatron_grpo.plan import Device, Rates, build_plan, outline_tables, parse_rate, plan_tables
 
+        errors: list[str] = []
+        cfg = _noting(errors, lambda: load_config(config, overrides))
+        if cfg is not None:
+            errors += check_config(cfg, sizes_alone=holds_sizes_alone(Path(cfg.model.path)))
+            _noting(errors, lambda: _check_problems(cfg))
+        slots = _noting(errors, lambda: _plan_slots(cfg, hostfile, include, exclude))
+        between = _noting(errors, lambda: parse_rate(link_rate, "--link-rate"))
+        local = _noting(errors, lambda: parse_rate(local_rate, "--local-rate"))
+        overheads = (overhead / 1e3, decode_overhead / 1e3, pass_overhead / 1e3)
+        device = Device(device_speed * 1e12, memory_rate * 1e9, host_memory_rate * 1e9, *overheads)
         whole = None
-        try:
-            slots = {} if hostfile is None else choose(Cluster(hostfile, include, exclude), cfg)
+        if cfg is not None and slots is not None and between is not None and local is not None and not errors:
             hosts = [Host(name, len(numbers)) for name, numbers in slots.items()]
-            rates = Rates(
-                parse_rate(link_rate, "--link-rate"), latency / 1e3, parse_rate(local_rate, "--local-rate"), 2e-5
-            )
-            overheads = (overhead / 1e3, decode_overhead / 1e3, pass_overhead / 1e3)
-            device = Device(device_speed * 1e12, memory_rate * 1e9, host_memory_rate * 1e9, *overheads)
-            whole = None if errors else build_plan(cfg, hosts, rates, device)
-        except ConfigError as error:
-            errors.append(str(error))
+            rates = Rates(between, latency / 1e3, local, 2e-5)
+            whole = _noting(errors, lambda: build_plan(cfg, hosts, rates, device))
         if as_json:
             print(json.dumps({**(whole.as_json() if whole else {}), "errors": errors}))
-        else:
+        elif cfg is not None:
             console = Console()
             for table in [*outline_tables(cfg), *(plan_tables(whole) if whole else [])]:
                 console.print(table)
         if errors:
             raise ConfigError("\n".join(errors))
+
+
+def _noting(errors: list[str], make: Callable[[], T]) -> T | None:
+    """What ``make`` makes; of a ConfigError the lines go to ``errors``, so that others are found, too."""
+    try:
+        return make()
+    except ConfigError as error:
+        errors += str(error).splitlines()
+        return None
+
+
+def _plan_slots(cfg: Config | None, hostfile: Path | None, include: str, exclude: str) -> "Slots":
+    """The slots of the hosts, checked as far as there is a config."""
+    from megatron_grpo.launch.cluster import Cluster, choose
+    from megatron_grpo.launch.hosts import read_hostfile, select
+
+    if hostfile is None:
+        return {}
+    if cfg is None:
+        return select(read_hostfile(hostfile), include, exclude)
+    return choose(Cluster(hostfile, include, exclude), cfg)
 
 
 ALONE = (

@@ -49,7 +49,7 @@ class DataLink:
         """Replace each gradient by the mean over replicas. Collective: every replica.
 
         A pass whose gradients nobody will use (neither fast nor an anchor's) changes nothing. Each rank counts what it
-        contributes to a sum.
+        contributes to a sum. After a fast pass comes :meth:`settle`.
         """
         if plan.kind not in ("fast", "anchor"):
             return
@@ -71,6 +71,11 @@ class DataLink:
         self._mean(rights, "fast")
         for (name, codec), right in zip(self._codecs.items(), rights, strict=True):
             gradients[name].copy_(codec.decode(right))
+
+    def settle(self, *, used: bool) -> None:
+        """Say whether the averaged gradients were used; if not, their remainders are what they were before."""
+        for codec in self._codecs.values():
+            codec.settle(used=used)
 
     def _mean(self, parts: Sequence[torch.Tensor], kind: Kind) -> None:
         """In-place means, as one message. Collective."""

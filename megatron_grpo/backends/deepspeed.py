@@ -306,9 +306,13 @@ class PolicyEngine:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
+        if self.data_link is not None:
+            self.data_link.settle(used=True)
 
     def discard_gradients(self) -> None:
         """Forget the gradients of the last :meth:`accumulating` block, as if it had not run."""
+        if self.data_link is not None:
+            self.data_link.settle(used=False)
         for parameter in self._parameters:
             parameter.grad = None
         if self.zero_stage == 0:

@@ -191,6 +191,11 @@ def _links(config: Config) -> Iterator[str]:
                 yield f"boundary.{name}={value}: is the pipeline's, which {named} lacks; leave it out, or add pipeline"
     if "data" not in boundary.links:
         return
+    if config.anchor.enabled and config.merger.kind == "delayed_ef":
+        yield (
+            "merger.kind=delayed_ef: adds what compression took from a gradient, and so does the data link's error "
+            f"feedback ({named}): it would count twice; use merger.kind=signed_ema or none, or leave data out of links"
+        )
     if boundary.gradient_warmup >= config.ticks:
         yield (
             f"boundary.data_warmup={boundary.gradient_warmup}: the run has {config.ticks} ticks, none of which would "

@@ -24,6 +24,8 @@ GRACE_S = 2.0
 """The launcher looks once a second, and ends a run with the code of the first dead rank it sees."""
 
 FAILED = "failed: "
+REFUSED = "refused: "
+"""What a rank writes in place of a number: before an error's text, and before that of a mistake in the config."""
 
 LOST_LINK = ("by peer", "imed out", "timeout", "roken pipe", "pair closure", "pair is closed")
 """What gloo and the store say of a link that is gone."""
@@ -45,7 +47,8 @@ class Watch:
 
     While inside the block, a rank that nobody has heard of for ``silence_s`` seconds, or that failed, ends this process
     with code 1 and a sentence. An error that a lost link causes becomes a LostPeerError that says whose; any other
-    error is told to the others, who then end, too.
+    error is told to the others, who then end, too. A ConfigError, which one host alone may find, ends them with its
+    sentence and code 2.
 
     Args:
         store: a connection to it of one's own: somebody else's wait would hold the beats up.
@@ -73,7 +76,9 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, Exception) and not isinstance(error, ConfigError):
+            if isinstance(error, ConfigError):
+                self._tell(f"{REFUSED}{error}")
+            elif isinstance(error, Exception):
                 self._explain(error)
         finally:
             self._closed.set()
@@ -81,11 +86,26 @@ class Watch:
     def _explain(self, error: Exception) -> None:
         if any(words in str(error) for words in LOST_LINK):
             lost = self._name_lost()
+            refusal = self.refusal()
+            if refusal is not None:
+                raise ConfigError(refusal) from error
             if lost is not None:
                 raise LostPeerError(lost) from error
-        self._failure = f"{FAILED}{type(error).__name__}: {error}"
+        self._tell(f"{FAILED}{type(error).__name__}: {error}")
+
+    def _tell(self, why: str) -> None:
+        self._failure = why
         self._wake.set()
         self._told.wait(GRACE_S)
+        if self._rank == 0 and len(set(self.hosts)) > 1:
+            time.sleep(GRACE_S)  # the store ends with this process, and other hosts have no launcher that saw why
+
+    def refusal(self) -> str | None:
+        """What a rank says of a mistake in the config that it found, and who it is; None while none did."""
+        for peer, beat in enumerate(self._beats):
+            if beat.startswith(REFUSED.encode()):
+                return f"rank {peer} on host {self.hosts[peer]}: {beat.decode().removeprefix(REFUSED)}"
+        return None
 
     def missing(self, silence_s: float) -> str | None:
         """A sentence about the ranks that failed or have been silent for so long; None while there are none."""
@@ -123,17 +143,18 @@ class Watch:
     def _judge(self) -> None:
         """Apart from the beats: a store that is cut off lets nobody go who asks it something."""
         while not self._closed.wait(BEAT_S):
-            lost = self.missing(self._silence_s)
+            refusal = self.refusal()
+            lost = refusal or self.missing(self._silence_s)
             if lost is not None and not self._closed.wait(GRACE_S):
                 sys.stderr.write(f"rank {self._rank} stops: {lost}\n")
                 sys.stderr.flush()
-                os._exit(1)
+                os._exit(1 if refusal is None else 2)
 
     def _name_lost(self) -> str | None:
         """Wait until the missing are known, or nobody seems to be."""
         deadline = time.monotonic() + PATIENCE_S + 2 * BEAT_S
         while time.monotonic() < deadline:
-            lost = self.missing(PATIENCE_S)
+            lost = self.refusal() or self.missing(PATIENCE_S)
             if lost is not None:
                 return lost
             time.sleep(BEAT_S / 4)

@@ -97,7 +97,7 @@ class Plan:
 
 
 def _seconds(time: StepTime) -> dict[str, float]:
-    return {**time.parts, "total": time.total, "compute": time.compute, "wire": time.wire}
+    return {**time.parts, "total": time.total, "compute": time.compute, "coding": time.coding, "wire": time.wire}
 
 
 def build_plan(config: Config, hosts: Sequence[Host], rates: Rates, device: Device) -> Plan:

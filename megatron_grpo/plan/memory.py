@@ -4,12 +4,13 @@ Legend: L layers, H hidden, Q queries, K keys, F feed-forward, V vocabulary (eac
 sequences of a micro-batch, T columns, b bytes of a number of the model.
 """
 
+import json
 from dataclasses import dataclass, field
 from math import ceil
 
 from megatron_grpo.anchor.schedule import AnchorSchedule
 from megatron_grpo.config import DIRECTIONS, BoundaryConfig, Config, Direction
-from megatron_grpo.conversion.families import ModelShape
+from megatron_grpo.conversion.families import ModelShape, scorer_shape
 
 from .sizes import BYTES, StageSize, stage_sizes
 from .sums import residual_bytes, tensor_basis_bytes
@@ -19,7 +20,7 @@ from .zero import Engine, read_engine
 FP32 = 4
 CACHE_BLOCK = 2**22
 """``boundary.store.BLOCK_BYTES``, without torch."""
-STATIC = ("weights", "optimizer", "snapshots", "M", "reference", "codecs", "kept rows", "buffers")
+STATIC = ("weights", "reward models", "optimizer", "snapshots", "M", "reference", "codecs", "kept rows", "buffers")
 SAMPLING = ("gathered weights", "KV cache")
 TRAINING = ("live weights", "gradients", "averaged gradients", "compared gradients", "activations", "logits")
 
@@ -46,10 +47,24 @@ class StageMemory:
 
 
 def stage_memory(config: Config, shape: ModelShape) -> list[StageMemory]:
-    """Every stage, first to last; with all stages in one process one entry."""
+    """Every stage, first to last, a reward stage behind them; with all stages in one process one entry."""
     engine = read_engine(config)
     sizes = stage_sizes(shape, pipeline=config.pipeline_ranks, tensor=config.parallel.tensor)
-    return [_Stage(config, shape, engine, sizes, number).memory() for number in range(len(sizes))]
+    stages = [_Stage(config, shape, engine, sizes, number).memory() for number in range(len(sizes))]
+    models = {"reward models": reward_bytes(config)} if config.reward.models else {}
+    if config.parallel.reward_stage:
+        return [*stages, StageMemory(models)]
+    stages[-1].parts.update(models)
+    return stages
+
+
+def reward_bytes(config: Config) -> float:
+    """Weights of the reward models on a tensor rank of the stage that scores, whole whatever the ZeRO stage."""
+    shapes = [
+        scorer_shape(json.loads((folder / "config.json").read_text())) for folder in config.reward.models.values()
+    ]
+    sizes = [stage_sizes(shape, pipeline=1, tensor=config.parallel.tensor)[0] for shape in shapes]
+    return float(sum(size.parameters for size in sizes) * BYTES[config.model.dtype])
 
 
 class _Stage:

@@ -33,8 +33,9 @@ def gradient_payload(config: Config, size: StageSize, engine: Engine, part: Pass
 
 
 def residual_bytes(boundary: BoundaryConfig, size: StageSize) -> int:
-    """What compressed gradients leave behind on a rank: the remainder of every factored matrix and its last factor."""
+    """What compressed gradients leave behind on a rank: the remainder of every factored matrix and its last factor;
+    twice, since those of the tick under way wait until it is known whether it counts."""
     if "data" not in boundary.links:
         return 0
     rank = boundary.gradient_rank
-    return BYTES["float32"] * sum(rows * columns + columns * rank for rows, columns in size.worth_factoring(rank))
+    return 2 * BYTES["float32"] * sum(rows * columns + columns * rank for rows, columns in size.worth_factoring(rank))

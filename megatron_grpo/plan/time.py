@@ -1,6 +1,6 @@
 """How long a step takes: the schedule's own order, a device's speed, and the links' rates. Times are seconds.
 
-What is left out: scoring, coding and decoding payloads (fitted overheads hold it), validation, checkpoints.
+What is left out: scoring, fitting bases, validation, checkpoints; of coding, what is not a product.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from math import ceil, inf
 from megatron_grpo.config import DIRECTIONS, Config, Direction
 from megatron_grpo.conversion.families import ModelShape
 
+from .coding import Coding, coding_work
 from .network import Line, Network
 from .schedule import StageTimes, pass_seconds, prefill_seconds, round_seconds
 from .sizes import BYTES, StageSize, read_shape, stage_sizes
@@ -31,12 +32,17 @@ ADAM_BYTES = 28
 """An element's traffic at an update: gradient, weight and two moments read, the last three written, in float32."""
 
 
+FLOAT32_SHARE = 1 / 15
+"""What float32 products reach of bfloat16 ones on a GPU: by their peaks 19.5 of 312 TFLOP/s (A100), 67 of 989 (H100).
+Rows are coded in float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """What one rank computes with.
 
     Attributes:
-        flop_s: operations a second that its products reach.
+        flop_s: operations a second that its products reach, in the model's number format.
         memory_byte_s: bytes a second of its memory: a sampled column reads every weight once.
         host_byte_s: of the host's memory, for an optimizer that was moved there.
         overhead_s: a layer and micro-batch of a training forward, whatever its size; twice as much backward.
@@ -60,6 +66,7 @@ class StepTime:
         data: gradients and weights between replicas, tied embeddings between stages.
         basis: sums and fits at its refreshes, and checks of the backward budget, spread over all steps.
         compute: the whole step were every link perfect; the rest of it is ``wire``.
+        coding: what coding rows adds to ``compute``.
         bytes: payloads of a step over all boundaries and replicas: ``fast_fwd``, ``fast_bwd``, ``old_logprob``,
             ``anchor``, ``basis``, ``rollout`` and ``ids`` (the last two are the ledger's rollout).
     """
@@ -72,6 +79,7 @@ class StepTime:
     basis: float
     optimizer: float
     compute: float
+    coding: float
     bytes: Mapping[str, float]
 
     @property
@@ -86,7 +94,8 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by part."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("compute", "bytes")}
+        whole = ("compute", "coding", "bytes")
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in whole}
 
 
 def predict(
@@ -127,16 +136,31 @@ def predict(
 def step_time(config: Config, shape: ModelShape, lengths: Lengths, network: Network, device: Device) -> StepTime:
     """A step on any network; see :func:`predict`."""
     whole = _Step(config, shape, lengths, network, device)
-    perfect = _Step(config, shape, lengths, Network.perfect(config.pipeline_ranks), device)
-    return StepTime(**whole.parts(), compute=sum(perfect.parts().values()), bytes=step_bytes(config, shape, lengths))
+    perfect, uncoded = (
+        sum(_Step(config, shape, lengths, Network.perfect(config.pipeline_ranks), device, codes).parts().values())
+        for codes in (True, False)
+    )
+    sent = step_bytes(config, shape, lengths)
+    return StepTime(**whole.parts(), compute=perfect, coding=perfect - uncoded, bytes=sent)
 
 
 class _Step:
-    """The parts of one step on one network."""
+    """The parts of one step on one network; unless it ``codes``, as if coding took no time."""
 
-    def __init__(self, config: Config, shape: ModelShape, lengths: Lengths, network: Network, device: Device) -> None:
+    def __init__(
+        self,
+        config: Config,
+        shape: ModelShape,
+        lengths: Lengths,
+        network: Network,
+        device: Device,
+        codes: bool = True,
+    ) -> None:
         self._config, self._shape, self._lengths = config, shape, lengths
         self._network, self._device = network, device
+        slower = FLOAT32_SHARE if config.model.dtype == "bfloat16" else 1.0
+        self._coding_flop_s = device.flop_s * slower if codes else inf
+        self._coding_byte_s = device.memory_byte_s if codes else inf
         self._engine: Engine = read_engine(config)
         self._sizes = stage_sizes(shape, pipeline=config.pipeline_ranks, tensor=config.parallel.tensor)
 
@@ -169,12 +193,16 @@ class _Step:
         )
         again = config.model.recompute
         rows = config.train.micro_batch * lengths.rows
+        sent_once = part.kind == "fast" and config.boundary.send_once != "off"
+        coded = self._coded("forward", rows, lengths.columns, when=part.coded and not sent_once)
+        coded_back = self._coded("backward", rows, lengths.columns, when=part.coded)
         after = self._device.pass_overhead_s if part.backward is not None else 0.0
         return after + pass_seconds(
             StageTimes(
-                forward=[f + s for f, s in zip(forward, summed, strict=True)],
+                forward=[f + s + c for f, s, c in zip(forward, summed, coded, strict=True)],
                 backward=[
-                    (2 + again) * f + again * s + b for f, s, b in zip(forward, summed, summed_back, strict=True)
+                    (2 + again) * f + again * s + b + c
+                    for f, s, b, c in zip(forward, summed, summed_back, coded_back, strict=True)
                 ],
                 send=[line.seconds(rows * part.forward) if part.forward else 0.0 for line in self._network.boundaries],
                 send_back=[line.seconds(rows * (part.backward or 0.0)) for line in self._network.boundaries],
@@ -186,10 +214,27 @@ class _Step:
     def _work(self, size: StageSize, tokens: float, columns: float) -> float:
         return size.flops(tokens, columns) / self._device.flop_s + len(size.layers) * self._device.overhead_s
 
+    def _coded(self, side: Direction, rows: float, columns: float, *, when: bool) -> list[float]:
+        """Seconds of each stage for the rows of one micro-batch: it encodes what it sends, decodes what it is sent."""
+        config, last = self._config, len(self._sizes) - 1
+        work = coding_work(config.boundary_at_work, side, self._shape.hidden) if when else Coding()
+        encode, decode = (
+            end.seconds(rows, columns, self._coding_flop_s, self._coding_byte_s) for end in (work.encode, work.decode)
+        )
+        if last == 0:  # all stages in one process, which goes on from what the sender decoded
+            return [(config.parallel.pipeline - 1) * encode]
+        ways = [((stage < last) * encode + (stage > 0) * decode) for stage in range(last + 1)]
+        return ways if side == "forward" else ways[::-1]
+
     def _tensor_sums(self, size: StageSize, tokens: float, side: Direction, *, coded: bool) -> float:
-        """All-reduces of one pass through a stage: two a layer."""
-        payload = tokens * tensor_row(self._config, self._shape.hidden, side, coded=coded)
-        return 2 * len(size.layers) * self._network.tensor.ring(payload, self._config.parallel.tensor)
+        """All-reduces of one pass through a stage, two a layer, and the products with their bases where compressed."""
+        config, hidden = self._config, self._shape.hidden
+        sums = 2 * len(size.layers)
+        payload = tokens * tensor_row(config, hidden, side, coded=coded)
+        there_and_back = 4 * hidden * config.boundary.tensor_rank_of(hidden) * tokens / self._coding_flop_s
+        # The backward of a row-parallel sum is a projector as well.
+        projectors = (1 + (side == "backward")) * coded * ("tensor" in config.boundary.links)
+        return sums * (self._network.tensor.ring(payload, config.parallel.tensor) + projectors * there_and_back)
 
     def _rollout(self) -> float:
         """Prompts, then one column of every micro-batch in flight a round; as often as it takes for all of them."""
@@ -201,13 +246,13 @@ class _Step:
         live = batch * (lengths.response - 1) / rounds if rounds else 0.0
         ids = self._back(live * ID_BYTES)
         first = prefill_seconds(
-            [self._column(size, batch, lengths.prompt, lengths.prompt) for size in self._sizes],
+            self._columns(batch, lengths.prompt, lengths.prompt, batch * lengths.prompt),
             [line.seconds(batch * lengths.prompt * row) for line in self._network.boundaries],
             config.in_flight,
         )
         seen = lengths.prompt + lengths.longest / 2
         later = round_seconds(
-            [self._column(size, batch, 1, seen) for size in self._sizes],
+            self._columns(batch, 1, seen, live),
             [line.seconds(live * row) for line in self._network.boundaries],
             ids,
             config.in_flight,
@@ -218,6 +263,12 @@ class _Step:
     def _back(self, payload: float) -> float:
         """The way of drawn ids from the last stage to the first."""
         return max((line.seconds(payload) for line in self._network.boundaries), default=0.0)
+
+    def _columns(self, batch: int, columns: float, seen: float, rows: float) -> list[float]:
+        """So many new columns of a micro-batch on every stage; ``rows`` of them cross."""
+        own = [self._column(size, batch, columns, seen) for size in self._sizes]
+        coded = self._coded("forward", rows, columns, when=samples_by_codec(self._config))
+        return [a + b for a, b in zip(own, coded, strict=True)]
 
     def _column(self, size: StageSize, batch: int, columns: float, seen: float) -> float:
         """So many new columns of a micro-batch on one stage: products, or reading weights and caches if that is

@@ -247,6 +247,8 @@ def _memory(plan: Plan) -> Table:
         moved = dict.fromkeys(name for of_stage in sizes for name in of_stage)
         rows += [(f"{name}, {where}", *(size_text(of_stage.get(name, 0.0)) for of_stage in sizes)) for name in moved]
     heads = [f"stage {a[0]}" if len(a) == 1 else f"stages {a[0]} to {a[-1]}" for a, _ in columns]
+    if plan.config.parallel.reward_stage:
+        heads[-1] = "reward stage"
     return _grid("Memory of a rank, at the longest lengths", ("part", *heads), rows)
 
 
@@ -267,6 +269,7 @@ def _time(plan: Plan) -> Table:
     rows += [
         ("a step", f"{time_text(own.total)}, {dense.total / own.total:.3g} times faster", time_text(dense.total)),
         ("with perfect links", time_text(own.compute), time_text(dense.compute)),
+        ("of which coding", time_text(own.coding), time_text(dense.coding)),
         ("on the wire", f"{own.wire / own.total:.0%}", f"{dense.wire / dense.total:.0%}"),
         ("the run", time_text(own.total * plan.config.train.steps), time_text(dense.total * plan.config.train.steps)),
     ]

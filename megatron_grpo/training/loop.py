@@ -24,6 +24,7 @@ from megatron_grpo.backends.reward_models import check_reward_models
 from megatron_grpo.config import Config, ConfigError, deepspeed_settings, write_resolved
 from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
+from megatron_grpo.parallel.meeting import MeetingError, meet
 from megatron_grpo.parallel.placement import check_tensor_hosts, use_interface
 from megatron_grpo.parallel.watch import GRACE_S, LostPeerError, Watch
 from megatron_grpo.training.checkpoint import load_checkpoint, load_universal, save_checkpoint
@@ -70,11 +71,11 @@ def train(cfg: Config, run_dir: Path, resume: str | None) -> int:
             serve(cfg, groups, device, _timeline(cfg, run_dir, groups))
             return 0
     except ConfigError as error:
-        # Every rank finds the same mistake; the first one says it, the others only if it does not.
+        # Most mistakes every rank finds; the first one says them, the others only if it does not.
         if os.environ.get("RANK", "0") != "0":
             time.sleep(CONFIG_ERROR_GRACE_S)
         _end(2, str(error))
-    except CheckpointError as error:
+    except (CheckpointError, MeetingError) as error:
         _end(1, str(error))
     except LostPeerError as error:
         time.sleep(GRACE_S)  # let the launcher see the other one first
@@ -114,8 +115,7 @@ def process_group(cfg: Config) -> Iterator[tuple[ParallelGroups, torch.device]]:
     use_interface(parallel.interface)
     watch: AbstractContextManager[Watch | None] = nullcontext()
     if "RANK" in os.environ:
-        os.environ["MASTER_ADDR"] = os.environ["MASTER_ADDR"].strip("[]")  # of an IPv6 address; torch takes it bare
-        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, world = meet(parallel.timeout_s)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
         if world > 1:
             watch = Watch(store.clone(), rank, world, silence_s=parallel.timeout_s)

@@ -438,6 +438,10 @@ def test_two_settings_that_contradict_each_other_are_one_line(home: Path, overri
             "boundary.tensor_rank=97 exceeds hidden size 96; use at most 96",
         ),
         (["boundary.tensor_rank=8"], "boundary.tensor_rank=8: does nothing without tensor in boundary.links"),
+        (
+            ["boundary.links=[data]", "parallel.data=2", "anchor.enabled=true", "merger.kind=delayed_ef"],
+            "merger.kind=delayed_ef: adds what compression took from a gradient, and so does the data link's",
+        ),
         (["boundary.data_warmup=0"], "boundary.data_warmup=0: does nothing without data in boundary.links"),
     ],
 )

@@ -14,10 +14,13 @@ def codecs(rank: int = R) -> list[GradientCodec]:
 
 
 def tick(replicas: list[GradientCodec], grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What each replica uses, the two means taken as ranks would."""
+    """What each replica uses, the two means taken as ranks would; it is used where it is finite."""
     left = torch.stack([codec.left(grad) for codec, grad in zip(replicas, grads, strict=True)]).mean(0)
     right = torch.stack([codec.right(left) for codec in replicas]).mean(0)
-    return [codec.decode(right) for codec in replicas]
+    decoded = [codec.decode(right) for codec in replicas]
+    for codec in replicas:
+        codec.settle(used=bool(decoded[0].isfinite().all()))
+    return decoded
 
 
 def gradients(seed: int) -> list[torch.Tensor]:
@@ -77,3 +80,17 @@ def test_a_gradient_that_is_not_finite_is_seen_and_forgotten() -> None:
     for codec, state in zip(replicas, before, strict=True):
         assert all(torch.equal(codec.state_dict()[key], state[key]) for key in ("q", "lost"))
     assert all(bool(decoded.isfinite().all()) for decoded in tick(replicas, gradients(2)))
+
+
+def test_a_finite_gradient_that_is_not_used_changes_nothing() -> None:
+    """As where another matrix of the model made the tick void: the next tick is the one after the last that counted."""
+    replicas, others = codecs(), codecs()
+    for some in (replicas, others):
+        tick(some, gradients(0))
+    left = torch.stack([codec.left(grad) for codec, grad in zip(replicas, gradients(1), strict=True)]).mean(0)
+    right = torch.stack([codec.right(left) for codec in replicas]).mean(0)
+    for codec in replicas:
+        codec.decode(right)
+        codec.settle(used=False)
+    for mine, theirs in zip(tick(replicas, gradients(2)), tick(others, gradients(2)), strict=True):
+        assert torch.equal(mine, theirs)

@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from megatron_grpo.boundary.build import build_codecs
+from megatron_grpo.boundary.crossing import Crossing, Pass
 from megatron_grpo.boundary.store import BLOCK_BYTES
 from megatron_grpo.cli import app
 from megatron_grpo.config import DIRECTIONS, BoundaryConfig, ConfigError, load_config
 from megatron_grpo.conversion.families import model_shape
 from megatron_grpo.launch.hosts import Host
+from megatron_grpo.ops.rows import carrying_rows
 from megatron_grpo.plan import Device, Rates, build_plan, parse_rate, predict
+from megatron_grpo.plan.coding import Work, coding_work
 from megatron_grpo.plan.memory import CACHE_BLOCK, snapshots, stage_memory
 from megatron_grpo.plan.network import FRAME, Line, Placement, placement_of
 from megatron_grpo.plan.schedule import StageTimes, pass_seconds, prefill_seconds, round_seconds
@@ -287,7 +291,7 @@ def test_the_plan_as_json(home: Path) -> None:
     assert plan["links"][0]["where"] == "a to b" and plan["links"][0]["line"]["bit_s"] == 1e7
     seconds = plan["seconds_per_step"]["config"]
     assert seconds["total"] == pytest.approx(
-        sum(v for k, v in seconds.items() if k not in ("total", "compute", "wire"))
+        sum(v for k, v in seconds.items() if k not in ("total", "compute", "coding", "wire"))
     )
 
 
@@ -381,6 +385,7 @@ def test_crossovers_by_hand() -> None:
     square = 100 / 0.9**2
     assert crossover([point(1e6, 500), point(1e7, square), point(1e9, 100)]) == pytest.approx(1e8)
     assert crossover([point(1e6, 500), point(1e7, 400)]) is None
+    assert crossover([point(1e6, 500), point(1e7, 200), point(1e9, 50)], worth=1.0) == pytest.approx(1e8)
 
 
 def test_contradictions_are_named() -> None:
@@ -389,6 +394,9 @@ def test_contradictions_are_named() -> None:
     assert contradictions({(2, 1024): points}, rising) == []
     slower, dearer = [points[1], points[0]], [replace(points[0], coded_bytes=1001.0)]
     assert "takes longer" in contradictions({(2, 1024): slower}, rising)[0]
+    coding = [replace(points[0], coded_s=505.0, coding_s=6.0), points[1]]
+    assert contradictions({(2, 1024): coding}, rising) == []
+    assert "takes longer" in contradictions({(2, 1024): [replace(coding[0], coding_s=4.0)]}, rising)[0]
     assert "sends more" in contradictions({(2, 1024): dearer}, rising)[0]
     assert len(contradictions({}, rising | {(4, 4096): None})) == 2  # of four stages, and of hidden 4096
 
@@ -421,3 +429,98 @@ def test_overheads_that_were_measured_elsewhere_are_in_the_time(home: Path) -> N
     )
     alone = json.loads(CliRunner().invoke(app, [*arguments, "grpo.minibatches=1"]).stdout)["seconds_per_step"]["config"]
     assert loaded["fast"] == pytest.approx(alone["fast"] + 0.5) and plain["fast"] > 0
+
+
+CODED = [
+    *CODINGS,
+    {"forward_payload": "int4", "backward_payload": "int3", "codec": "lowrank", "rank": 6, "predict": "embedding"},
+    {"codec": "lowrank", "payload": "waterfill", "budget": 0.06, "predict": "embedding+previous"},
+]
+
+
+@pytest.mark.parametrize("hidden", [96, 1028])
+@pytest.mark.parametrize("coding", CODED, ids=str)
+def test_coding_takes_the_products_that_the_codecs_make(coding: dict[str, Any], hidden: int) -> None:
+    """Against torch's own count of them, at both ends of a boundary in both directions, of rows that are all alike."""
+    cfg = BoundaryConfig(**coding)
+    embedding = torch.randn(7, hidden)
+    codecs = build_codecs(cfg, hidden=hidden, index=0, seed=0, embedding_VH=embedding)
+    tokens = torch.arange(6).repeat(4, 1)
+    rows = carrying_rows(torch.ones_like(tokens, dtype=torch.bool), tokens)
+    x = torch.nn.functional.normalize(torch.randn(len(rows), hidden))
+    for side in DIRECTIONS:
+        crossing, plan = Crossing(codecs), Pass("fast")
+        with FlopCounterMode(display=False) as encoding:
+            payload = crossing.encode(side, x, rows, plan).payload
+        with FlopCounterMode(display=False) as decoding:
+            crossing.decode(side, payload, rows, plan, torch.float32)
+        work = coding_work(cfg, side, hidden)
+        counted = (encoding.get_total_flops() / len(rows), decoding.get_total_flops() / len(rows))
+        # A row of whole bytes and scalars: of a tight budget some rows of token_waterfill stay at home.
+        spare = 0.35 if cfg.codec_of(side) == "token_waterfill" else 0.02
+        for planned, real in zip((work.encode.total, work.decode.total), counted, strict=True):
+            assert (1 - spare) * planned <= real <= 1.001 * planned
+
+
+def test_coding_column_by_column_reads_its_matrices_every_time() -> None:
+    """100 operations a row on 50 numbers of 4 bytes: at 1 kB/s a column takes 0.2 s, at 1 kFLOP/s 3 rows 0.3 s."""
+    assert Work(by_column=100.0).seconds(3, 10, 1e3, 1e3) == pytest.approx(10 * 0.2)
+    assert Work(by_column=100.0).seconds(30, 10, 1e3, 1e3) == pytest.approx(3.0)
+    assert Work(at_once=100.0).seconds(3, 10, 1e3, 1e3) == pytest.approx(0.3)
+    assert Work(50.0, 50.0).seconds(3, 10, 1e3) == pytest.approx(0.3)
+
+
+def test_coding_is_part_of_a_step_by_hand() -> None:
+    """k5 on perfect links, 1 GFLOP/s: rank 5 of 96 is 960 operations a row and product. In a pass of two micro-batches
+    the first stage encodes (two products) and the second decodes (one), backward the other way round."""
+    config = load_config(EXAMPLE, ["anchor.enabled=false", "boundary.basis=self", "grpo.minibatches=1"])
+    config = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": 128})})
+    given = {"link_bit_s": 1e30, "latency_s": 0.0, "device_flop_s": 1e9}
+    step = predict(config, **given)
+    product = 960 * 128 * 91 / 1e9
+    assert step.coding == pytest.approx(6 * product)  # one micro-batch: forward two and one, backward two and one
+    plain = predict(config.model_copy(update={"boundary": BoundaryConfig(codec="identity", basis="random")}), **given)
+    assert step.compute - plain.compute == pytest.approx(6 * product) and plain.coding == 0
+    halves = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    assert predict(halves, **given).coding == pytest.approx(15 * 6 * product)
+    coded = config.model_copy(update={"rollout": config.rollout.model_copy(update={"path": "codec"})})
+    assert predict(coded, **given).coding > step.coding
+
+
+def test_sums_over_tensor_ranks_are_coded_too() -> None:
+    """Each takes two products of 24 x 96, there and back; a row-parallel one a projector more in its backward."""
+    links = ["boundary.links=[tensor]", "boundary.codec=null", "boundary.payload=null", "boundary.rank=null"]
+    changes = ["parallel.tensor=2", "parallel.pipeline=1", "anchor.enabled=false", "boundary.basis=self"]
+    config = load_config(EXAMPLE, [*links, *changes, "rollout.path=dense", "grpo.minibatches=1"])
+    step = predict(config, link_bit_s=1e30, latency_s=0.0, device_flop_s=1e9)
+    assert step.coding == pytest.approx(4 * 2 * 3 * (4 * 96 * 24) * 128 * 91 / 1e9)
+
+
+def test_reward_models_take_memory_where_they_score() -> None:
+    """264,768 numbers in the judge's file; Megatron pads its 64 rows of embedding to 128, of 96 numbers each."""
+    parts = {}
+    for behind in ("true", "false"):
+        config = load_config(ROOT / "examples/reward_stage/run.yaml", [f"parallel.reward_stage={behind}"])
+        parts[behind] = [entry.parts.get("reward models") for entry in stage_memory(config, read_shape(config))]
+    weights = 4 * (264_768 + 64 * 96)
+    assert parts == {"true": [None, None, weights], "false": [None, weights]}
+    plain = load_config(EXAMPLE, ["parallel.reward_stage=true"])
+    assert stage_memory(plain, read_shape(plain))[-1].parts == {}
+
+
+@pytest.mark.parametrize("broken", ["grpo.group_size=1", "boundary.rank=900"], ids=["does not load", "is refused"])
+def test_a_plan_says_everything_that_is_wrong_at_once(home: Path, broken: str) -> None:
+    (home / "hosts").write_text("a slots=1\na slots=1\n")
+    arguments = [str(home / "run.yaml"), broken, "--hostfile", str(home / "hosts")]
+    result = CliRunner().invoke(app, ["plan", "--json", *arguments, "--link-rate", "1", "--local-rate", "2"])
+    assert result.exit_code == 2
+    errors = json.loads(result.stdout)["errors"]
+    assert len(errors) == 4 and broken in errors[0] and "line 2: a is there twice" in errors[1]
+    assert "--link-rate=1" in errors[2] and "--local-rate=2" in errors[3]
+
+
+def test_hosts_that_do_not_suffice_are_said_beside_config_errors(home: Path) -> None:
+    (home / "hosts").write_text("a slots=1\n")
+    arguments = ["plan", "--json", str(home / "run.yaml"), "boundary.rank=900", "--hostfile", str(home / "hosts")]
+    errors = json.loads(CliRunner().invoke(app, arguments).stdout)["errors"]
+    assert len(errors) == 2 and "boundary.rank=900 exceeds" in errors[0] and "has 1 slots" in errors[1]

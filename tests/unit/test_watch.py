@@ -83,12 +83,30 @@ def test_an_error_of_a_link_that_nobody_left_stays_what_it_is(store: Store) -> N
         assert eventually(lambda: mine.missing(60.0)) == f"rank 0 on host {HOST} failed: RuntimeError: {LINK}"
 
 
-@pytest.mark.parametrize(("error", "said"), [(ValueError("no"), "failed: ValueError: no"), (ConfigError("key"), None)])
-def test_a_failure_is_told_to_the_others_and_a_config_error_is_not(
-    store: Store, error: Exception, said: str | None
-) -> None:
-    """Every rank finds a config error by itself."""
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(ValueError("no"), "failed: ValueError: no"), (ConfigError("key=1: is bad"), "refused: key=1: is bad")],
+)
+def test_a_failure_is_told_to_the_others_and_so_is_a_config_error(store: Store, error: Exception, said: str) -> None:
     with pytest.raises(type(error)), Watch(store, 0, 2, silence_s=60.0):
         raise error
-    assert store.values["beat/0"].startswith("failed") == (said is not None)
-    assert said is None or store.values["beat/0"] == said
+    assert store.values["beat/0"] == said
+
+
+def test_a_config_error_of_another_host_is_a_config_error_here(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether its sentence came before the link was lost or after."""
+    codes: list[int] = []
+    monkeypatch.setattr(watch, "GRACE_S", 0.1)
+    monkeypatch.setattr(watch.os, "_exit", codes.append)
+    with Watch(store, 0, 2, silence_s=60.0) as mine:
+        with pytest.raises(ConfigError), Watch(store, 1, 2, silence_s=60.0):
+            raise ConfigError("key=1: is bad")
+        assert eventually(mine.refusal) == "rank 1 on host far: key=1: is bad"
+        assert mine.missing(60.0) is None
+        assert eventually(lambda: str(codes) if codes else None) is not None and set(codes) == {2}
+    assert "rank 0 stops: rank 1 on host far: key=1: is bad\n" in capsys.readouterr().err
+    refused = pytest.raises(ConfigError, match=rf"^rank 1 on host {HOST}: key=1: is bad$")
+    with refused, Watch(store, 0, 2, silence_s=60.0):
+        raise RuntimeError(LINK)

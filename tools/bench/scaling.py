@@ -1,13 +1,14 @@
 """How far compression carries: ``python tools/bench/scaling.py [--figure PNG]``.
 
 Puts a family of models through the plan's model of time: pipelines of 2 to 64 stages, hidden sizes of 1k to 16k,
-links of 10 Mbit/s to 100 Gbit/s, uncompressed and by the default codecs. Prints one JSON object and draws it. The
-crossover is the rate of the links above which compression saves less than a tenth of a step. Latency is left out: it
-adds the same to both; so is the work of coding, which adds to the compressed step where stages are thin. Exits 1 when
-the results contradict what must hold: compression never sends more, and a step never takes longer; on faster links
-nothing takes longer; the crossover falls with the hidden size (products grow with
-its square, rows with itself) and, from 4k on, rises with the number of stages (each has less to multiply, and as much
-to send; in smaller models the head, which one stage has whole, decides).
+links of 10 Mbit/s to 100 Gbit/s, uncompressed and by the recipe's codecs. Prints one JSON object and draws it. The
+crossover is the rate of the links above which compression saves less than a tenth of a step; further up it breaks even,
+and beyond that coding costs more than the wire. Latency is left out: it adds the same to both. Exits 1 when the results
+contradict what must hold: compression never sends more, and a step never takes longer by more than its coding; on
+faster links nothing takes longer; the crossover falls with the hidden size (products grow with its square, rows with
+itself) and, from 4k on, rises with the number of stages while each has two layers or more (each has less to multiply,
+and as much to send; with one layer it has as much to code as well, and in smaller models the head, which one stage has
+whole, decides).
 """
 
 import argparse
@@ -46,7 +47,7 @@ INK, GREY, GRID = "#1f2933", "#67737f", "#e3e8ee"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run at one rate: seconds and pipeline bytes of a step."""
+    """One run at one rate: seconds and pipeline bytes of a step, and what coding adds to one on perfect links."""
 
     pipeline: int
     hidden: int
@@ -55,6 +56,7 @@ class Point:
     coded_s: float
     dense_bytes: float
     coded_bytes: float
+    coding_s: float = 0.0
 
 
 def family(hidden: int) -> ModelShape:
@@ -78,15 +80,15 @@ def measure(config: Config, shape: ModelShape, bit_s: float) -> Point:
     network = Network((Line(bit_s),) * (stages - 1))
     dense, coded = (step_time(one, shape, lengths, network, DEVICE) for one in (uncompressed(config), config))
     sent = (sum(dense.bytes.values()), sum(coded.bytes.values()))
-    return Point(stages, shape.hidden, bit_s, dense.total, coded.total, *sent)
+    return Point(stages, shape.hidden, bit_s, dense.total, coded.total, *sent, coded.coding)
 
 
-def crossover(points: Sequence[Point]) -> float | None:
-    """The rate at which dense takes ``WORTH`` times as long, between two points on a line of logarithms.
+def crossover(points: Sequence[Point], worth: float = WORTH) -> float | None:
+    """The rate at which dense takes ``worth`` times as long, between two points on a line of logarithms.
 
     ``None`` where it is beyond either end.
     """
-    gains = [math.log(point.dense_s / point.coded_s) - math.log(WORTH) for point in points]
+    gains = [math.log(point.dense_s / point.coded_s) - math.log(worth) for point in points]
     for (before, after), (low, high) in zip(pairwise(gains), pairwise(points), strict=True):
         if before >= 0 > after:
             part = before / (before - after)
@@ -101,12 +103,13 @@ def contradictions(
     found = []
     for (pipeline, hidden), points in curves.items():
         name = f"{pipeline} stages, hidden {hidden}"
-        if any(point.coded_bytes > point.dense_bytes or point.coded_s > point.dense_s for point in points):
-            found.append(f"{name}: compression sends more or takes longer")
+        if any(p.coded_bytes > p.dense_bytes or p.coded_s > p.dense_s + p.coding_s for p in points):
+            found.append(f"{name}: compression sends more, or takes longer than coding explains")
         if any(b.dense_s > a.dense_s or b.coded_s > a.coded_s for a, b in pairwise(points)):
             found.append(f"{name}: a faster link takes longer")
     lines = [[crossings[pipeline, hidden] for hidden in HIDDEN[::-1]] for pipeline in PIPELINES]
-    lines += [[crossings[pipeline, hidden] for pipeline in PIPELINES] for hidden in HIDDEN if hidden >= HEADLESS]
+    thick = [pipeline for pipeline in PIPELINES if 2 * pipeline <= LAYERS]
+    lines += [[crossings[pipeline, hidden] for pipeline in thick] for hidden in HIDDEN if hidden >= HEADLESS]
     for line in lines:
         if any(low is None or high is None or low > high for low, high in pairwise(line)):
             found.append(f"crossovers are not monotone: {line}")
@@ -116,7 +119,7 @@ def contradictions(
 def draw(
     curves: dict[tuple[int, int], list[Point]], crossings: dict[tuple[int, int], float | None], file: Path
 ) -> None:
-    """Left: time of a step against the rate, at hidden 8192. Right: the crossovers of all."""
+    """Left: time of a step against the rate, at hidden 8192. Right: the crossovers of all, and where it breaks even."""
     figure = Figure((11, 4.6), dpi=130, layout="constrained", facecolor="white")
     times, rates = figure.subplots(1, 2)
     for pipeline, colour in zip(PIPELINES, COLOURS, strict=True):
@@ -131,16 +134,17 @@ def draw(
             times.plot([at], [low.coded_s * (high.coded_s / low.coded_s) ** part], "o", color=colour, markersize=6)
         found = [(hidden, crossings[pipeline, hidden]) for hidden in HIDDEN]
         rates.plot(*zip(*((h, rate) for h, rate in found if rate), strict=True), "o-", color=colour, markersize=4)
-        rates.annotate(
-            f"{pipeline}", (HIDDEN[-1], found[-1][1] or 0), xytext=(6, -3), textcoords="offset points", color=INK
-        )
+        even = [(hidden, crossover(curves[pipeline, hidden], worth=1.0)) for hidden in HIDDEN]
+        rates.plot(*zip(*((h, rate) for h, rate in even if rate), strict=True), ":", color=colour, linewidth=1.1)
     times.set(xscale="log", yscale="log", xlabel="rate of a link, bit/s", ylabel="seconds a step")
     times.set_title("Hidden 8192: dense (dashed), compressed, crossover", loc="left", color=INK, fontsize=10)
     times.legend(frameon=False, fontsize=8)
     rates.set(xscale="log", yscale="log", xlabel="hidden size", ylabel="bit/s")
     rates.set_xticks(HIDDEN, [f"{hidden // 1024}k" for hidden in HIDDEN])
     rates.minorticks_off()
-    rates.set_title("Links up to which compression saves a tenth, by stages", loc="left", color=INK, fontsize=10)
+    rates.set_title(
+        "Rate up to which it saves a tenth of a step (dotted: anything)", loc="left", color=INK, fontsize=10
+    )
     for axes in (times, rates):
         _plain(axes)
     figure.savefig(file)
@@ -165,7 +169,10 @@ def report(figure: Path | None) -> dict[str, Any]:
         draw(curves, crossings, figure)
     return {
         "points": [asdict(point) for points in curves.values() for point in points],
-        "crossovers": [{"pipeline": p, "hidden": h, "bit_s": rate} for (p, h), rate in crossings.items()],
+        "crossovers": [
+            {"pipeline": p, "hidden": h, "bit_s": rate, "even_bit_s": crossover(curves[p, h], worth=1.0)}
+            for (p, h), rate in crossings.items()
+        ],
         "contradictions": contradictions(curves, crossings),
     }
 

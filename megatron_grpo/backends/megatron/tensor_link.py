@@ -1,8 +1,8 @@
 """The hook inside tensor parallelism: the sums over tensor ranks in a layer, made of coordinates in a basis.
 
 Entered by the layer spec. Row-parallel outputs are summed forward, and their backward is the projector itself, without
-traffic; gradients of column-parallel inputs are summed backward. Every row crosses, padding included, as in Megatron.
-The sums in the embedding, the output layer and the log-probs stay as they are.
+traffic; gradients of column-parallel inputs are summed backward. Every row crosses, padding included, as in Megatron;
+only rows that carry a token teach. The sums in the embedding, the output layer and the log-probs stay as they are.
 Legend: S sequence, B micro-batch, N = S x B rows, H hidden, r rank.
 """
 
@@ -19,7 +19,7 @@ from megatron_grpo.boundary.crossing import Boundaries
 from megatron_grpo.boundary.tensor import WAYS, Place, TensorBases
 from megatron_grpo.ops.lowrank import digest, expand, project
 from megatron_grpo.parallel.collectives import sum_over
-from megatron_grpo.parallel.link import BFLOAT16_BYTES, Ledger
+from megatron_grpo.parallel.link import BFLOAT16_BYTES, Ledger, Link
 
 
 class TensorLink:
@@ -43,10 +43,15 @@ class TensorLink:
         dense = self._connected.current.dense_in(WAYS[place])
         return None if dense else self._bases.basis(layer, place).current
 
-    def total(self, layer: int, place: Place, part: torch.Tensor) -> torch.Tensor:
+    def total(self, layer: int, place: Place, part: torch.Tensor, *, recorded: bool = False) -> torch.Tensor:
         """The sum of every rank's ``part`` ``[..., H]``, of its dtype, without gradient. Collective: the tensor ranks.
 
         Each rank counts what it contributes: ``[N, r]``, or ``[N, H]`` uncompressed, in the dense payload's format.
+
+        Args:
+            part: ``[S, B, H]`` in a pass that teaches.
+            recorded: whether autograd records this sum. Micro-batches come in order among those that it does and among
+                those that it does not; recomputed activations mix the two.
         """
         plan, way, bases = self._connected.current, WAYS[place], self._bases
         part_NH = part.detach().reshape(-1, part.shape[-1])
@@ -56,17 +61,20 @@ class TensorLink:
         self._ledger.add("tensor", plan.kind, way, sent=wire.nbytes, dense=part_NH.numel() * BFLOAT16_BYTES)
         sum_over(wire, self._group)
         total_NH = wire.to(part.dtype) if dense else expand(wire, basis.current, part.dtype)
-        if plan.teaches_both(way):
-            basis.observe_part(total_NH, project(total_NH, basis.current))
-        elif plan.observe == "sender":
-            basis.observe_part(part_NH, project(total_NH, basis.current) if dense else wire)
+        teaches_both = plan.teaches_both(way)
+        if teaches_both or plan.observe == "sender":
+            rows = plan.next_rows(f"tensor {layer} {place} {recorded}", part.shape[0], part.shape[1], part.device)
+            real_NH = rows.select(total_NH)
+            p_Nr = project(real_NH, basis.current) if dense else rows.select(wire)
+            basis.observe_part(real_NH if teaches_both else rows.select(part_NH), p_Nr)
         return total_NH.view_as(part)
 
     def refresh(self, data: dist.ProcessGroup, *, parts: bool) -> None:
         """Stage what was learned. Collective: every rank; after a pass that taught ``parts``, or whole sums.
 
         After a pass whose sums were whole, each rank has the same sketches; of parts they are summed. What crosses
-        counts as basis. Ranks compare digests; where one differs (QR may, across hardware), the first rank's is sent.
+        counts as basis. Ranks compare digests; where one differs (QR may, across hardware), the first rank's is sent:
+        to every replica, then in each to every shard.
         """
         open_bases = [(way, basis) for way, basis in self._bases.all() if basis.is_open]
         for way, basis in open_bases:
@@ -79,20 +87,23 @@ class TensorLink:
                     sum_over(sketch_Hr, self._group)
             basis.stage()
         if open_bases:
-            self._agree([basis.flat() for _, basis in open_bases])
+            flats = [basis.flat() for _, basis in open_bases]
+            self._agree(flats, data, "data")
+            self._agree(flats, self._group, "tensor")
 
-    def _agree(self, flats: list[torch.Tensor]) -> None:
-        """Every rank goes on with the first one's bits."""
+    def _agree(self, flats: list[torch.Tensor], group: dist.ProcessGroup, link: Link) -> None:
+        """Every rank of ``group`` goes on with its first one's bits."""
+        if group.size() == 1:
+            return
         mine = torch.cat([digest(flat) for flat in flats])
-        first = mine.clone()
-        leader = dist.get_global_rank(self._group, 0)
-        dist.broadcast(first, src=leader, group=self._group)
-        self._ledger.add("tensor", "basis", "backward", sent=mine.nbytes if self._group.rank() == 0 else 0)
+        first, leader, leads = mine.clone(), dist.get_global_rank(group, 0), group.rank() == 0
+        dist.broadcast(first, src=leader, group=group)
+        self._ledger.add(link, "basis", "backward", sent=mine.nbytes if leads else 0)
         differ = (mine != first).long()
-        for flat, differs in zip(flats, sum_over(differ, self._group).tolist(), strict=True):
+        for flat, differs in zip(flats, sum_over(differ, group).tolist(), strict=True):
             if differs:
-                self._ledger.add("tensor", "basis", "backward", sent=flat.nbytes if self._group.rank() == 0 else 0)
-                dist.broadcast(flat, src=leader, group=self._group)  # in place: what is staged
+                self._ledger.add(link, "basis", "backward", sent=flat.nbytes if leads else 0)
+                dist.broadcast(flat, src=leader, group=group)  # in place: what is staged
 
     @property
     def _connected(self) -> Boundaries:
@@ -114,25 +125,25 @@ class _Site:
     layer: int
     place: Place
 
-    def total(self, part: torch.Tensor) -> torch.Tensor:
-        return self.link.total(self.layer, self.place, part)
+    def total(self, part: torch.Tensor, *, recorded: bool = False) -> torch.Tensor:
+        return self.link.total(self.layer, self.place, part, recorded=recorded)
 
 
 class _SumOfParts(torch.autograd.Function):
     """Row-parallel: the projected sum; the gradient of each part is the projected gradient, of no traffic."""
 
     @staticmethod
-    def forward(ctx: Any, part_SBH: torch.Tensor, site: _Site) -> torch.Tensor:
-        total_SBH = site.total(part_SBH)
+    def forward(ctx: Any, part_SBH: torch.Tensor, site: _Site, recorded: bool) -> torch.Tensor:
+        total_SBH = site.total(part_SBH, recorded=recorded)
         ctx.basis_Hr = site.link.basis_now(site.layer, site.place)
         return total_SBH
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad_SBH,) = grads
         if ctx.basis_Hr is None:
-            return grad_SBH, None
-        return expand(project(grad_SBH, ctx.basis_Hr), ctx.basis_Hr, grad_SBH.dtype), None
+            return grad_SBH, None, None
+        return expand(project(grad_SBH, ctx.basis_Hr), ctx.basis_Hr, grad_SBH.dtype), None, None
 
 
 class _SharedInput(torch.autograd.Function):
@@ -158,7 +169,8 @@ class ProjectedRowLinear(RowParallelLinear):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.nn.Parameter | None]:
         """``[S, B, H]``, and the bias that the caller adds."""
-        return _SumOfParts.apply(F.linear(input_, self.weight), self._site), self.bias
+        part_SBH = F.linear(input_, self.weight)
+        return _SumOfParts.apply(part_SBH, self._site, torch.is_grad_enabled()), self.bias
 
 
 class ProjectedColumnLinear(ColumnParallelLinear):

@@ -8,7 +8,8 @@ its dense run spends nearly all its time on the wire. Every arm trains twice, be
 
 The share of the wire is 1 - (seconds behind the fast link / seconds behind the slow one). An arm's seconds are means
 over whole steps as rank 0 saw them: for the compressed arm 20 successive ones, a whole period of its anchor, so that
-one uncompressed pass is in them, and the refresh of the basis that follows it. What comes before (start, the first
+one uncompressed pass is in them, and the refresh of the basis that follows it; for the one whose rows are sent once, in
+sampling, as many, with three refreshes of the basis that its senders own. What comes before (start, the first
 validation and the dropped steps) is in no mean. The plan knows the config, the rate, the lengths
 that were sampled, and two overheads, one for sampling and one for training, fitted to the arm's times behind the fast
 link.
@@ -37,8 +38,8 @@ from megatron_grpo.plan import StepTime, parse_rate, predict
 
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "examples/tiny/policy"
-GOALS = {"wire_share": 0.95, "speedup": 5.0, "plan_error": 0.15}
-"""At least, at least, at most."""
+GOALS = {"wire_share": 0.95, "speedup": 5.0, "speedup_send_once": 8.0, "plan_error": 0.15}
+"""At least, but the last: at most."""
 
 HIDDEN = 384
 INNER = 32
@@ -64,12 +65,15 @@ class Arm:
     dropped: int
 
 
-CIRCUIT = ("boundary.codec=lowrank", "boundary.rank=18", "boundary.basis=anchor", "anchor.enabled=true")
-"""4.7 % of the numbers, in bfloat16, in a basis that every anchor renews."""
+LOWRANK = ("boundary.codec=lowrank", "boundary.rank=18")
+"""4.7 % of the numbers, in bfloat16."""
 
 ARMS = {
     "dense": Arm(("boundary.codec=identity", "anchor.enabled=false"), steps=3, dropped=1),
-    "compressed": Arm((*CIRCUIT, "anchor.cadence=20"), steps=22, dropped=2),
+    "compressed": Arm(
+        (*LOWRANK, "boundary.basis=anchor", "anchor.enabled=true", "anchor.cadence=20"), steps=22, dropped=2
+    ),
+    "send_once": Arm((*LOWRANK, "boundary.send_once=reuse", "anchor.enabled=false"), steps=22, dropped=2),
 }
 
 
@@ -209,6 +213,7 @@ def main() -> int:
     found = {
         "wire_share": arms["dense"]["wire_share"],
         "speedup": seconds["dense"] / seconds["compressed"],
+        "speedup_send_once": seconds["dense"] / seconds["send_once"],
         "plan_error": max(abs(arm["plan_error"]) for arm in arms.values()),
     }
     goals = {

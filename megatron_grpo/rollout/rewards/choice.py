@@ -10,6 +10,7 @@ from megatron_grpo.rollout.rewards.number import plain
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, Verdict, without_stop_text
 
 _LETTER = re.compile(r"[(\[]\s*([A-Za-z])\s*[)\]](?:[\s.:].*)?|([A-Za-z])(?:\s*[).:](?:\s.*)?)?", re.DOTALL)
+_SAYS = re.compile(r"\banswer[ \t]+is[ \t]+([^\n]*)", re.IGNORECASE)
 _SEVERAL = re.compile(
     r"[(\[]?\s*[A-Za-z]\s*[)\].:]*\s*(?:,|/|&|\+|\bor\b|\band\b)\s*(?:[(\[]\s*[A-Za-z]\s*[)\]]|[A-Z](?![A-Za-z']))"
 )
@@ -18,8 +19,8 @@ _SEVERAL = re.compile(
 def choice_reward(response: str, answer: str, finished: bool) -> Verdict:
     """1 iff the response's final answer, or all of it, begins with the gold letter standing alone.
 
-    `B`, `b`, `(B)`, `B.`, `B) because`, `**B**`, `\\boxed{\\text{B}}` and `Answer: (B) Paris` all say B; `Both` says
-    nothing, and nor does `(A) or (B)`.
+    `B`, `b`, `(B)`, `B.`, `B) because`, `**B**`, `\\boxed{\\text{B}}`, `Answer: (B) Paris` and `The answer is (B)` all
+    say B; `Both` says nothing, and nor does `(A) or (B)`.
     """
     gold = read_gold(choice_gold, answer)
     if isinstance(gold, Verdict):
@@ -29,7 +30,7 @@ def choice_reward(response: str, answer: str, finished: bool) -> Verdict:
     if said is None:
         if not finished:
             return UNREADABLE
-        said = text
+        said = ([text, *_SAYS.findall(text)])[-1]
     said = plain(said[:500])
     match = _LETTER.fullmatch(said)
     if match is None or _SEVERAL.match(said):

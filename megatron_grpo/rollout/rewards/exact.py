@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron_grpo.rollout.rewards.extract import MARKER
-from megatron_grpo.rollout.rewards.gold import read_gold, value_gold
+from megatron_grpo.rollout.rewards.gold import bare_number, read_gold, value_gold
+from megatron_grpo.rollout.rewards.number import DASHES
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, Verdict, without_stop_text
 
 
@@ -28,4 +29,4 @@ def exact_reward(response: str, answer: str, finished: bool) -> Verdict:
     said = without_stop_text(response).rsplit(MARKER, 1)[-1].strip()
     if not finished or not said:
         return UNREADABLE
-    return Verdict(float(gold in (said, read_gold(value_gold, said))), True)
+    return Verdict(float(gold in (said, said.translate(DASHES), bare_number(said))), True)

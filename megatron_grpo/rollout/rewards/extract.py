@@ -6,6 +6,8 @@ import re
 
 MARKER = "####"
 LONGEST_ANSWER = 200
+_MOST_BOXES = 50
+"""Whoever opens more at the end of a text, and closes none, has no answer."""
 
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _WORD = re.compile(r"\banswer(?:[ \t]+is)?[ \t*]*:[ \t*]*([^\n]*)", re.IGNORECASE)
@@ -37,15 +39,13 @@ def after_marker(text: str, *, finished: bool) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     """What stands between the braces of the last closed `\\boxed{}` or `\\fbox{}`."""
-    inside = None
-    for match in _BOXED.finditer(text):
+    for match in reversed(list(_BOXED.finditer(text))[-_MOST_BOXES:]):
         depth = 1
         for place in range(match.end(), min(len(text), match.end() + LONGEST_ANSWER + 1)):
             depth += {"{": 1, "}": -1}.get(text[place], 0)
             if depth == 0:
-                inside = text[match.end() : place].strip()
-                break
-    return inside
+                return text[match.end() : place].strip()
+    return None
 
 
 def last_tagged(text: str) -> str | None:

@@ -52,9 +52,9 @@ def value_gold(answer: str) -> str:
     left, or when what is left is several lines or prose, which no reward could compare.
     """
     gold = _not_empty(answer.rsplit(MARKER, 1)[-1].strip()).translate(DASHES)
-    number = _SIGN_SPACE.sub(r"\1", gold.replace("$", "").strip())
-    if _NUMBER.fullmatch(number) and any(character.isdigit() for character in number):
-        return number.replace(",", "").removesuffix(".").removeprefix("+")
+    number = bare_number(gold)
+    if number is not None:
+        return number
     is_prose = _PROSE.search(_LATEX_COMMAND.sub(" ", gold)) and parse_gold(plain(gold)) is None
     if "\n" in gold or is_prose:
         raise ValueError(
@@ -63,6 +63,14 @@ def value_gold(answer: str) -> str:
     if not any(character.isalnum() for character in _EMPTY_TEXT.sub("", gold)) or not _balanced(gold):
         raise ValueError(f"its answer {_shown(gold)} cannot be read as a value")
     return gold
+
+
+def bare_number(text: str) -> str | None:
+    """A number without `$`, commas, a plus and a final dot; None for anything else."""
+    number = _SIGN_SPACE.sub(r"\1", text.translate(DASHES).replace("$", "").strip())
+    if not _NUMBER.fullmatch(number) or not any(character.isdigit() for character in number):
+        return None
+    return number.replace(",", "").removesuffix(".").removeprefix("+")
 
 
 def _balanced(text: str) -> bool:

@@ -30,7 +30,7 @@ GRACE_S = 1.0
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a call came to: `value`, or why there is none: `late`; `untried` (patience left it no time, or less than its
-    own limit, in which it did not end); or the error's text."""
+    own limit, in which it did not end; or no process could be started: `error` says why); or the error's text alone."""
 
     value: Any = None
     late: bool = False
@@ -75,6 +75,7 @@ class LimitedFunction:
     ) -> None:
         self._target, self._limit_s, self._memory_gib, self._patience = target, limit_s, memory_gib, patience
         self._lock = Lock()
+        self._complained = False
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -98,10 +99,11 @@ class LimitedFunction:
             return Outcome(untried=True)
         try:
             child = self._started(start_s)
-        except TimeoutError as error:
-            return Outcome(error=str(error)) if deadline is None else Outcome(untried=True)
-        except ValueError as error:
-            return Outcome(error=str(error))
+        except (OSError, ValueError) as error:  # TimeoutError is one
+            if not self._complained:
+                sys.stderr.write(f"{self._target}: {error}\n")
+                self._complained = True
+            return Outcome(untried=True, error=str(error))
         limit_s = self._limit_s if deadline is None else min(self._limit_s, max(0.001, deadline - time.monotonic()))
         outcome = self._called(child, args, limit_s)
         return Outcome(untried=True) if outcome.late and limit_s < self._limit_s else outcome

@@ -27,6 +27,7 @@ _FORMULA = re.compile(r"[0-9A-Za-z+\-*/(){}\[\],.\s]*")
 _TOO_LONG = re.compile(r"[A-Za-z]{4,}|\d{16,}")
 _TOWER = re.compile(r"\^\s*(?:\{[^{}]*\}|[0-9A-Za-z])\s*\^|\*\s*\*")
 _ATOM_POWER = re.compile(r"(?<=[A-Za-z0-9])\^(?:\{\s*-?(?:\d{1,2}|[A-Za-z])\s*\}|[0-9A-Za-z])")
+_WORD = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{4,}|[Yy]es|YES|[Nn]o|NO)(?![A-Za-z])")
 _GROUP_POWER = re.compile(r"(?<=[)}])\^(?:\{\s*[23]\s*\}|[23](?!\d))")
 
 
@@ -71,7 +72,8 @@ def _is_readable(said: str) -> bool:
 
 
 def _squeezed(text: str) -> str:
-    return re.sub(r"\s+", "", text).lower()
+    """Without space; words, but no symbols and no commands, in lower case."""
+    return re.sub(r"\s+", "", _WORD.sub(lambda match: match[0].lower(), text))
 
 
 def is_small_formula(text: str) -> bool:

@@ -59,5 +59,5 @@ def changes_a_number(following: str) -> bool:
     """Whether what stands after a number in a sentence makes another one of it: ` million`, ` x`, `k`, `\\pi`, `!`."""
     word = singular(following.strip().lower())
     if following[:1].isspace():
-        return word in _CHANGE or (len(word) == 1 and word != "a")
+        return word in _CHANGE or (len(word) == 1 and following.strip() not in ("a", "I"))
     return bool(word) and not is_unit(word)

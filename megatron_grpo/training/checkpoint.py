@@ -101,7 +101,7 @@ def load_universal(cfg: Config, checkpoint: Path, policy: Policy, steps: StepRun
     def slice_(name: str, state: State) -> torch.Tensor:
         return slice_of(reader.tensor(mine[name], state), mine[name], shape, groups.at.tensor, groups.layout.tensor)
 
-    policy.engine.load_masters(slice_, reader.step)
+    policy.engine.shards.load_masters(slice_, reader.step)
     universal = UniversalState(checkpoint, facts.topology)
     boundaries = universal.boundaries(groups.at, topology)
     if boundaries is None:
@@ -129,7 +129,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _fragments(policy: Policy) -> dict[Kind, list[Fragment]]:
-    return {"gradients": policy.engine.gradient_fragments(), "weights": policy.engine.weight_fragments()}
+    return {"gradients": policy.engine.shards.gradient_fragments(), "weights": policy.engine.shards.weight_fragments()}
 
 
 def _rank_state(policy: Policy, steps: StepRunner) -> dict[str, Any]:

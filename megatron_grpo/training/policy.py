@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from megatron_grpo.backends.data_link import DataLink
-from megatron_grpo.backends.deepspeed import PolicyEngine, cut_at_once, deepspeed_runtime
+from megatron_grpo.backends.deepspeed.engine import PolicyEngine
+from megatron_grpo.backends.deepspeed.runtime import cut_at_once, deepspeed_runtime
 from megatron_grpo.backends.huggingface import load_hf_config
 from megatron_grpo.backends.megatron.cpu import megatron_runtime
 from megatron_grpo.backends.megatron.decode import Cross, LeanStage

@@ -40,7 +40,7 @@ def two_ticks(
         engine = policy.engine.engine.optimizer
         optimizer = engine.optimizer if zero else engine
         state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, torch.Tensor)]
-        held = [flat for flat, _ in policy.engine._masters()] + [x for x in state if x.ndim]
+        held = [flat for flat, _ in policy.engine.shards.masters()] + [x for x in state if x.ndim]
         return {name: after[name] - before[name] for name in before}, sum(x.nbytes for x in held)
 
 

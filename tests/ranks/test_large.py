@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_grpo.backends.deepspeed import cut_at_once, deepspeed_runtime
+from megatron_grpo.backends.deepspeed.runtime import cut_at_once, deepspeed_runtime
 from megatron_grpo.backends.huggingface import load_hf_config
 from megatron_grpo.backends.megatron.cpu import megatron_runtime
 from megatron_grpo.backends.megatron.model import build_stage, stage_layers

@@ -96,7 +96,7 @@ def held(rank: int, world: int, model: str, zero: int, dtype: str) -> dict[str, 
         TickRunner(cfg, policy).run(0, replay_of(minibatch(seed=0), policy), uncompressed=False)
         adam = (engine.engine.optimizer if zero == 0 else engine.engine.optimizer.optimizer).state
         states = [x for state in adam.values() for x in state.values() if x.numel() > 1]
-        masters = [flat for flat, _ in engine._masters()] if zero else []
+        masters = [flat for flat, _ in engine.shards.masters()] if zero else []
         return {
             "weights": sum(x.nbytes for x in engine.weights()),
             "optimizer": sum(x.nbytes for x in [*states, *masters]),

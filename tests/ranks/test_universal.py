@@ -85,7 +85,7 @@ def differences(policy: Any, universal: Path) -> list[str]:
         tensor = torch.load(universal / "zero" / stored / f"{state}.pt")["param"]
         return slice_of(tensor, local[name], shape, groups.at.tensor, groups.layout.tensor)
 
-    for flat, places in policy.engine._masters():
+    for flat, places in policy.engine.shards.masters():
         held = {"fp32": flat.data, **{state: optimizer.state[flat][state] for state in STATES[1:]}}
         assert optimizer.state[flat]["step"] == TICKS
         for fragment, start in places:
@@ -94,7 +94,7 @@ def differences(policy: Any, universal: Path) -> list[str]:
                     mine = held[state].reshape(-1)[start : start + fragment.numel]
                     want = whole(fragment.name, state).flatten()[fragment.start : fragment.start + fragment.numel]
                     wrong += [] if torch.equal(mine, want) else [f"{fragment.name} {state}"]
-    for fragment, shard in zip(policy.engine.weight_fragments(), policy.engine.weights(), strict=True):
+    for fragment, shard in zip(policy.engine.shards.weight_fragments(), policy.engine.weights(), strict=True):
         want = fragment.cut(whole(str(fragment.name), "fp32")).to(shard.dtype)
         wrong += [] if torch.equal(shard, want) else [f"{fragment.name} weights"]
     return wrong

@@ -1,0 +1,1 @@
+"""DeepSpeed, and the only imports of it."""

@@ -71,7 +71,7 @@ class BackwardBudget:
     def _gradients(self) -> list[tuple[int, torch.Tensor]]:
         """This rank's shards that count, of layers behind which there is a boundary, each with its stage."""
         engine, first = self._policy.engine, self._policy.stage.layers.start
-        shards = zip(engine.gradient_fragments(), engine.gradients(), engine.counted_once(), strict=True)
+        shards = zip(engine.shards.gradient_fragments(), engine.gradients(), engine.counted_once(), strict=True)
         found = []
         for fragment, gradient, counts in shards:
             if counts and fragment.name is not None and fragment.name.startswith(LAYERS):

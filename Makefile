@@ -36,7 +36,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: $(MODELS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --all
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

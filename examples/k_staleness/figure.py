@@ -1,6 +1,7 @@
-"""Draws results.json as study.png: sampled and greedy validation of every arm, and the bytes that it took.
+"""Draws a sweep's results.json: sampled and greedy validation of every arm, and the bytes that it took.
 
 python examples/k_staleness/figure.py runs/k_staleness/results.json study.png
+python examples/k_staleness/figure.py runs/send_once/results.json send_once.png
 """
 
 import json
@@ -13,7 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 INK, GREY, GRID, SAMPLED, GREEDY = "#1f2933", "#67737f", "#e3e8ee", "#1769aa", "#d99a2b"
-WIDTH, ROW, PIXELS_PER_INCH = 11.0, 0.27, 130
+WIDTH, ROW, PIXELS_PER_INCH = 12.5, 0.27, 130
+SHARES = (("training_share", "Training bytes, % of dense"), ("traffic_share", "All traffic, % of dense"))
 BOLD = ("dense ", "default ", "k5 ", "k20 ", "k50 ")
 METRICS = (("val/score_sampled/last3", SAMPLED, "sampled"), ("val/score/last3", GREEDY, "greedy"))
 
@@ -23,7 +25,7 @@ def draw(results: Mapping[str, Any], file: Path) -> None:
     arms = {name: arm["metrics"] for name, arm in results["arms"].items() if arm["n"]}
     names = sorted(arms, key=lambda name: arms[name]["val/score_sampled/last3"]["mean"])
     figure = Figure((WIDTH, 1.6 + ROW * len(names)), dpi=PIXELS_PER_INCH, layout="constrained", facecolor="white")
-    scores, shares = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+    scores, *shares = figure.subplots(1, 3, sharey=True, width_ratios=(3, 1, 1))
     for metric, colour, label in METRICS:
         for place, name in enumerate(names):
             found = arms[name][metric]
@@ -35,14 +37,15 @@ def draw(results: Mapping[str, Any], file: Path) -> None:
     scores.set_ylim(-0.8, len(names) - 0.2)
     scores.set_yticks(range(len(names)), [f"{name}  (n={results['arms'][name]['n']})" for name in names], fontsize=8)
     scores.set_title("Validation, mean of the last three", loc="left", color=INK, fontsize=11)
-    scores.legend(loc="lower right", frameon=False, fontsize=9)
-    values = [100 * arms[name]["training_share"]["mean"] for name in names]
-    shares.barh(range(len(names)), values, color=GREY, height=0.6)
-    for place, value in enumerate(values):
-        shares.text(value * 1.06, place, f"{value:.3g}", va="center", color=INK, fontsize=7)
-    shares.set(xscale="log", xlim=(2, 300))
-    shares.set_title("Training bytes, % of dense", loc="left", color=INK, fontsize=11)
-    for axes in (scores, shares):
+    scores.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=9)
+    for axes, (metric, title) in zip(shares, SHARES, strict=True):
+        values = [100 * arms[name][metric]["mean"] for name in names]
+        axes.barh(range(len(names)), values, color=GREY, height=0.6)
+        for place, value in enumerate(values):
+            axes.text(value * 1.06, place, f"{value:.3g}", va="center", color=INK, fontsize=7)
+        axes.set(xscale="log", xlim=(min(values) / 2, 400))
+        axes.set_title(title, loc="left", color=INK, fontsize=11)
+    for axes in (scores, *shares):
         _plain(axes)
     for label in scores.get_yticklabels():
         label.set_fontweight("bold" if label.get_text().startswith(BOLD) else "normal")

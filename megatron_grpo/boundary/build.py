@@ -25,7 +25,7 @@ BITS = {"int8": 8, "int4": 4, "int3": 3}
 @dataclass(frozen=True, slots=True)
 class BoundaryCodecs:
     """The codecs of one boundary: ``forward``/``backward`` as configured, ``dense_*`` the uncompressed crossing,
-    ``delta`` for what rows that both ends hold have moved."""
+    ``anchor_backward`` for gradients of an anchor, ``delta`` for what rows that both ends hold have moved."""
 
     index: int
     hidden: int
@@ -33,6 +33,7 @@ class BoundaryCodecs:
     backward: Codec
     dense_forward: IdentityCodec
     dense_backward: IdentityCodec
+    anchor_backward: Codec
     delta: Codec
 
     def choose(self, direction: Direction, *, dense: bool, fast: bool = True) -> Codec:
@@ -42,6 +43,12 @@ class BoundaryCodecs:
         if dense:
             return self.dense_backward
         return self.backward.inner if isinstance(self.backward, FeedbackCodec) and not fast else self.backward
+
+    def set_backward_budget(self, share: float) -> None:
+        """Change what gradients may take, a share of a bfloat16 crossing (``boundary.backward_budget=auto``)."""
+        codec = self.backward.inner if isinstance(self.backward, FeedbackCodec) else self.backward
+        assert isinstance(codec, TokenWaterfillCodec), "config.checks refuses others"
+        codec.share = share
 
     def coding(self) -> list[Codec]:
         return [self.forward, self.backward]
@@ -76,13 +83,19 @@ def build_codecs(
         embedding_VH: the frozen token embedding that both ends hold, where ``boundary.predict`` needs it.
     """
     builder = _Builder(cfg, hidden, index, seed, embedding_VH)
+    dense_backward = IdentityCodec(hidden, DTYPES[cfg.dense_payload("backward")])
     return BoundaryCodecs(
         index=index,
         hidden=hidden,
         forward=builder.codec("forward"),
         backward=FeedbackCodec(builder.codec("backward")) if cfg.feeds_back else builder.codec("backward"),
         dense_forward=IdentityCodec(hidden, DTYPES[cfg.dense_payload("forward")]),
-        dense_backward=IdentityCodec(hidden, DTYPES[cfg.dense_payload("backward")]),
+        dense_backward=dense_backward,
+        anchor_backward=(
+            dense_backward
+            if cfg.anchor_budget is None
+            else TokenWaterfillCodec(hidden, cfg.anchor_budget, seed_of(seed, index, "backward"), None)
+        ),
         delta=TokenWaterfillCodec(hidden, cfg.delta_budget, seed_of(seed, index, "delta"), None),
     )
 

@@ -41,6 +41,7 @@ class Pass:
             that crossed dense, or not at all.
         delta: of the rows that serve so, what they have moved since crosses (uncompressed in a dense pass), and both
             ends keep that.
+        dense_gradients: gradients cross uncompressed between stages, whatever else does not.
     """
 
     kind: Kind = "fast"
@@ -50,6 +51,7 @@ class Pass:
     keeps: int | None = None
     reuses: int | None = None
     delta: bool = False
+    dense_gradients: bool = False
     seen: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,6 +87,10 @@ class Crossing:
     def codec(self, direction: Direction, plan: Pass) -> Codec:
         """The codec that rows cross by."""
         cache = self._cache(direction, plan)
+        if direction == "backward" and plan.kind == "anchor":
+            return self.codecs.anchor_backward
+        if direction == "backward" and plan.dense_gradients:
+            return self.codecs.dense_backward
         dense = plan.dense_in(direction) if cache is None else cache.dense
         return self.codecs.choose(direction, dense=dense, fast=plan.kind == "fast")
 
@@ -290,6 +296,11 @@ class Boundaries:
         for crossing in self.crossings.values():
             for codec in crossing.codecs.coding():
                 codec.begin_step(step)
+
+    def set_backward_budget(self, share: float) -> None:
+        """Gradients cross in ``share`` of a bfloat16 crossing from now on; both ends call it at the same moment."""
+        for crossing in self.crossings.values():
+            crossing.codecs.set_backward_budget(share)
 
     def open_caches(self, step: int, settings: CacheSettings, *, dense: bool) -> None:
         """Begin to keep the rollout of ``step``, which crosses dense or not."""

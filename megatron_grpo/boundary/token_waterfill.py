@@ -17,25 +17,25 @@ class TokenWaterfillCodec(Codec):
     """See ``ops.token_waterfill``: one uint8 vector a micro-batch, whose size follows from the budget alone.
 
     Args:
-        share: of a bfloat16 crossing.
+        share: of a bfloat16 crossing. Both ends may change it between passes, alike.
         seed: of the rotation; equal at both ends.
         dither: stochastic rounding, or ``None`` for the nearest code.
     """
 
     def __init__(self, hidden: int, share: float, seed: int, dither: Dither | None) -> None:
-        self._hidden, self._share, self._dither = hidden, share, dither
+        self._hidden, self.share, self._dither = hidden, share, dither
         self._rotation = Rotation(hidden, seed)
 
     def payload(self, rows: Rows) -> torch.Tensor:
-        size = payload_bytes(len(rows), self._hidden, self._share)
+        size = payload_bytes(len(rows), self._hidden, self.share)
         return torch.empty(size, dtype=torch.uint8, device=rows.index_N.device)
 
     def encode(self, x_NH: torch.Tensor, rows: Rows) -> Encoded:
         generator = None if self._dither is None else self._dither.next(x_NH.device)
-        return Encoded(encode(x_NH, self._rotation, self._share, generator))
+        return Encoded(encode(x_NH, self._rotation, self.share, generator))
 
     def decode(self, payload: torch.Tensor, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
-        return decode(payload, len(rows), self._hidden, self._rotation, self._share, dtype)
+        return decode(payload, len(rows), self._hidden, self._rotation, self.share, dtype)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._dither is None else self._dither.state_dict()

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from .engine import conflicts, read_settings
 from .errors import ConfigError
 from .files import data_errors, tokenizer_size, weight_errors
-from .problems import reward_name
+from .problems import TABLES, reward_name
 from .root import Config
 from .sections import DIRECTIONS, BoundaryConfig, GrpoConfig
 
@@ -106,13 +106,19 @@ def budget_errors(boundary: BoundaryConfig, hidden: int) -> Iterator[str]:
 
     A waterfilled row has 16 bits of scale, and then 1 bit to 8 bits a channel: the sizes of ``ops.transform``.
     """
-    for side in DIRECTIONS:
-        budget = boundary.budget_of(side)
-        if boundary.codec_of(side) == "token_waterfill" and budget < LEAST_BITS / 16:
+    by_tokens = {
+        f"{side}_budget": boundary.budget_of(side)
+        for side in DIRECTIONS
+        if boundary.codec_of(side) == "token_waterfill"
+    }
+    for name, share in {**by_tokens, "anchor_budget": boundary.anchor_budget}.items():
+        if share is not None and share < LEAST_BITS / 16:
             yield (
-                f"boundary.{side}_budget={budget}: a row of token_waterfill takes a bit to say whether it is sent, and "
+                f"boundary.{name}={share}: a row of token_waterfill takes a bit to say whether it is sent, and "
                 f"its codes; use at least {ceil(1e4 * LEAST_BITS / 16) / 1e4}"
             )
+    for side in DIRECTIONS:
+        budget = boundary.budget_of(side)
         bits = floor(budget * 16 * hidden + 1e-6) - 16
         if boundary.packed(side) and boundary.payload_of(side) == "waterfill" and not 1 <= bits <= 8 * hidden:
             least, most = ceil(17e4 / (16 * hidden)) / 1e4, floor(1e4 * (0.5 + 1 / hidden)) / 1e4
@@ -266,6 +272,9 @@ def _idle(config: Config) -> Iterator[str]:
     grpo, reward, data = config.grpo, config.reward, config.data
     boundary = config.boundary
     links = boundary.links
+    chosen = ("backward_budget",) if boundary.budgets_itself else ()
+    crosses = config.parallel.pipeline > 1 and "pipeline" in links
+    made, rows = data.task.startswith("reasoning_gym:"), data.task in TABLES
     tables = any(source.val_path or source.val_split for source in data.sources)
     idle: tuple[tuple[str, BaseModel, tuple[str, ...], bool, str], ...] = (
         ("grpo", grpo, ("is_floor", "is_correction"), grpo.is_cap is not None, "grpo.is_cap"),
@@ -274,10 +283,17 @@ def _idle(config: Config) -> Iterator[str]:
         ("reward", reward, ("flexible",), "gsm8k" in reward.weighted, "the reward gsm8k"),
         ("reward", reward, ("kind",), not reward.weights, "an empty reward.weights, which names the rewards"),
         ("data", data, ("task", "path"), not data.mix, "an empty data.mix, whose entries name the tasks"),
+        ("data", data, ("terms",), not data.mix and data.task == "chain_sum", "data.task=chain_sum"),
+        ("data", data, ("options",), not data.mix and made, "data.task=reasoning_gym:NAME"),
+        ("data", data, ("prompt_template",), not data.mix and (made or rows), "a data.task that asks questions"),
+        ("data", data, ("rows", "question_key", "answer_key", "val_path"), not data.mix and rows, "rows of a table"),
+        ("data", data, ("split", "val_split"), not data.mix and data.task == "folder", "data.task=folder"),
         ("data", data, ("val_rows",), tables, "data.val_path or val_split"),
-        ("boundary", boundary, ("send_once",), config.parallel.pipeline > 1, "parallel.pipeline=2 or more"),
+        ("boundary", boundary, ("send_once", *chosen), config.parallel.pipeline > 1, "parallel.pipeline=2 or more"),
         ("boundary", boundary, ("cache_place", "cache_gib"), boundary.send_once != "off", "boundary.send_once"),
         ("boundary", boundary, ("delta_tolerance", "delta_budget"), boundary.send_once == "delta", "send_once=delta"),
+        ("boundary", boundary, ("backward_cosine", "backward_check"), boundary.budgets_itself, "backward_budget=auto"),
+        ("boundary", boundary, ("anchor_budget",), crosses and config.anchor.enabled, "an anchor between stages"),
         ("boundary", boundary, ("tensor_rank",), "tensor" in links, "tensor in boundary.links"),
         ("boundary", boundary, ("data_rank", "data_warmup"), "data" in links, "data in boundary.links"),
     )
@@ -314,6 +330,7 @@ def _circuit(config: Config) -> Iterator[str]:
         )
     if config.anchor.enabled:
         yield from _signs(config)
+        yield from _coded_anchor(config)
         return
     boundary = config.boundary_at_work
     learns = "lowrank" in (boundary.codec_of("forward"), boundary.codec_of("backward")) or "tensor" in boundary.links
@@ -341,6 +358,23 @@ def _signs(config: Config) -> Iterator[str]:
         )
     if merger.gate == "cosine":
         yield "merger.packed_signs=true: signs alone have no cosine; use merger.gate=agreement, or packed_signs=false"
+
+
+def _coded_anchor(config: Config) -> Iterator[str]:
+    """What an anchor's gradients must not lose."""
+    named = f"boundary.anchor_budget={config.boundary.anchor_budget}"
+    if config.boundary.anchor_budget is None:
+        return
+    if config.merger.kind != "signed_ema":
+        yield (
+            f"{named}: keeps the signs of M, and merger.kind={config.merger.kind} does not use signs alone; "
+            "use merger.kind=signed_ema, or leave it out"
+        )
+    if config.boundary.basis == "anchor":
+        yield (
+            f"{named}: boundary.basis=anchor is fitted to what anchors send uncompressed; use boundary.basis=self or "
+            "random, or leave it out"
+        )
 
 
 def _shared_basis(config: Config) -> Iterator[str]:
@@ -386,6 +420,11 @@ def _payloads(boundary: BoundaryConfig) -> Iterator[str]:
                 f"or boundary.{side}_codec=lowrank"
             )
     backward, payload = boundary.codec_of("backward"), boundary.payload_of("backward")
+    if boundary.budgets_itself and backward != "token_waterfill":
+        yield (
+            f"boundary.backward_budget=auto: is chosen for token_waterfill, and {backward} is another codec; "
+            "use boundary.backward_codec=token_waterfill, or a number"
+        )
     rounds = backward == "token_waterfill" or (boundary.packed("backward") and payload != "waterfill")
     if boundary.rounding == "stochastic" and not rounds:
         yield (

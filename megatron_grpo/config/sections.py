@@ -24,6 +24,8 @@ Payload = Literal["float32", "bfloat16", "int8", "int4", "int3", "waterfill"]
 Link = Literal["pipeline", "tensor", "data"]
 
 DEFAULT_RANK = 5
+BACKWARD_BUDGET = 0.015
+"""Without any, and what auto starts from."""
 TENSOR_SHARE = 4
 """Hidden size over the rank of the tensor link, by default: it is crossed twice a layer, not once a stage."""
 DATA_RANK = 8
@@ -86,7 +88,12 @@ class BoundaryConfig(Section):
     """Bytes of a crossing as a share of bfloat16, for payload waterfill and codec token_waterfill; shorthand. Without
     any, 0.06 forward and 0.015 backward."""
     forward_budget: Share | None = None
-    backward_budget: Share | None = None
+    backward_budget: float | Literal["auto"] | None = None
+    """auto: the smallest that holds backward_cosine, as last checked."""
+    backward_cosine: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.95
+    """With auto: of the gradient of every stage's layers with the one under an uncompressed backward pass, at least."""
+    backward_check: Positive = 64
+    """With auto: steps between checks, each one uncompressed backward pass and a few coded ones over a minibatch."""
     basis: Literal["anchor", "self", "random"] = "self"
     """anchor: learns from every uncompressed pass; self: the sender learns from its own tensors; random: the first one
     is kept."""
@@ -121,6 +128,8 @@ class BoundaryConfig(Section):
     """Drift, as a share of the rows' norm, above which delta sends: that of the same minibatch a step before."""
     delta_budget: Share = 0.02
     """Bytes of such a difference as a share of bfloat16."""
+    anchor_budget: Share | None = None
+    """Bytes of an anchor's gradients as a share of bfloat16, by token_waterfill; null: they cross uncompressed."""
     links: Annotated[tuple[Link, ...], Field(strict=False)] = ("pipeline",)
     """Links that are compressed: boundaries between stages; sums over the tensor ranks of a layer; gradients of weight
     matrices over the replicas. The codecs, payloads and budgets above are the pipeline's."""
@@ -139,6 +148,16 @@ class BoundaryConfig(Section):
         if not value:
             raise ValueError("is empty; name at least one")
         return value
+
+    @field_validator("backward_budget", mode="plain")
+    @classmethod
+    def _share_or_auto(cls, value: object) -> object:
+        """By hand, so that what is neither is one error and not one of each."""
+        if value is None or value == "auto":
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
+            return float(value)
+        raise ValueError("is neither auto nor a share above 0 and at most 1; use one of them (default null)")
 
     @field_validator("send_once", mode="before")
     @classmethod
@@ -167,9 +186,18 @@ class BoundaryConfig(Section):
         return (self.forward_payload if direction == "forward" else self.backward_payload) or self.payload or default
 
     def budget_of(self, direction: Direction) -> float:
-        """The byte budget of one direction as a share of a bfloat16 crossing, the shorthand resolved."""
-        default = 0.06 if direction == "forward" else 0.015
-        return (self.forward_budget if direction == "forward" else self.backward_budget) or self.budget or default
+        """The byte budget of one direction as a share of a bfloat16 crossing, the shorthand resolved; of auto, the
+        one it starts from."""
+        if direction == "forward":
+            return self.forward_budget or self.budget or 0.06
+        if self.backward_budget == "auto":
+            return BACKWARD_BUDGET
+        return self.backward_budget or self.budget or BACKWARD_BUDGET
+
+    @property
+    def budgets_itself(self) -> bool:
+        """Whether the backward budget is chosen as the run goes."""
+        return self.backward_budget == "auto"
 
     def rank_of(self, hidden: int) -> int:
         """Columns of the basis, or coordinates of a token."""
@@ -202,6 +230,8 @@ class BoundaryConfig(Section):
                 f"{way}_payload": self.payload_of(way),
                 f"{way}_budget": self.budget_of(way),
             }
+        if self.budgets_itself:
+            by_direction["backward_budget"] = "auto"
         shorthand = dict.fromkeys(("codec", "payload", "budget"))
         if "data" in self.links:
             by_direction |= {"data_rank": self.gradient_rank, "data_warmup": self.gradient_warmup}

@@ -38,6 +38,10 @@ class Mixture:
         which, within = self._block(block)[place]
         return self._marked(self._tasks[which].train_problem(block * self._shares[which] + within), which)
 
+    def fingerprint(self) -> str:
+        parts = (task.fingerprint() for task in self._tasks)
+        return f"mixture {self._shares} {self._seed} {list(parts)}"
+
     def validation(self) -> list[Problem]:
         """All of them, task by task."""
         return [self._marked(problem, which) for which, task in enumerate(self._tasks) for problem in task.validation()]

@@ -30,6 +30,10 @@ class Task(Protocol):
         """The problem at stream position `index` >= 0: a pure function of (task, seed, index)."""
         ...
 
+    def fingerprint(self) -> str:
+        """What the training stream follows from: equal exactly where the streams are, wherever their files lie."""
+        ...
+
     def validation(self) -> list[Problem]:
         """The held-out problems, always the same, in the same order; none of them is ever trained on."""
         ...

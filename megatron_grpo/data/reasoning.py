@@ -21,6 +21,7 @@ CHUNK = 500
 """Problems of one dataset: some tasks prepare all of theirs when they are made."""
 TRIES = 100
 """For a problem that is not held out, and short enough."""
+VALIDATION = "validation"
 VALIDATION_IDS = 2**62
 
 
@@ -36,7 +37,7 @@ class ReasoningTask:
         self._data, self._seed, self._reading = data, seed, reading
         self._chunk = lru_cache(maxsize=8)(self._dataset)
         self._check()
-        stream = (self._problem("validation", place, VALIDATION_IDS + place) for place in count())
+        stream = (self._problem(VALIDATION, place, VALIDATION_IDS + place) for place in count())
         self._validation = list(islice(self._new(stream, val_size), val_size))
         self._held_out = {problem.prompt for problem in self._validation}
 
@@ -60,15 +61,26 @@ class ReasoningTask:
             if problem is not None and problem.prompt not in self._held_out:
                 return problem
         raise ConfigError(
-            f"data.max_prompt={self._reading.max_prompt}: {TRIES} problems of {self._data.task} in turn were longer or "
-            "held out; use a larger one, a smaller data.val_size, or other data.options"
+            f"data.max_prompt={self._reading.max_prompt}: {TRIES} problems of {self._data.task} in turn were longer, "
+            "held out, or had an answer that reward.kind cannot read; use a larger one, a smaller data.val_size, or "
+            "other data.options"
         )
+
+    def fingerprint(self) -> str:
+        """The settings, and what this version of the package makes of them. The held-out problems count, too: none of
+        them is trained on; and so does the length beyond which problems are left out."""
+        data, first, reading = self._data, self.train_problem(0), self._reading
+        longest = reading.max_prompt if reading.drops else None
+        made = repr([(problem.prompt, problem.answer) for problem in (first, *self._validation)])
+        digest = hashlib.sha256(made.encode()).hexdigest()
+        return f"{data.task} {sorted(data.options.items())} {data.prompt_template!r} {longest} {self._seed} {digest}"
 
     def validation(self) -> list[Problem]:
         return list(self._validation)
 
     def _problem(self, stream: str, place: int, identity: int) -> Problem | None:
-        """The problem at ``place`` of a stream; None where its prompt is too long."""
+        """The problem at ``place`` of a stream; None where its prompt is too long and, in training, which has begun by
+        then, where the rewards cannot read its answer."""
         number, within = divmod(place, CHUNK)
         entry = self._chunk(stream, number)[within]
         prompt = self._data.prompt_template.replace(QUESTION_SLOT, entry["question"])
@@ -76,8 +88,13 @@ class ReasoningTask:
         try:
             if not self._reading.fits(prompt):
                 return None
+        except ValueError as error:
+            raise ConfigError(f"data.task={self._data.task}: {error}") from error
+        try:
             self._reading.check(self._data.task, answer)
         except ValueError as error:
+            if stream != VALIDATION:
+                return None
             raise ConfigError(f"data.task={self._data.task}: {error}; use reward.kind=exact, the task's own") from error
         return Problem(identity, prompt, answer, task=self._data.task, entry=entry)
 

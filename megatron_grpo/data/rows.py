@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -68,6 +69,7 @@ class RowTask:
         rows = read_rows(Path(data.path), data, data.rows, reading)
         held_out = _validation_rows(data, reading)
         if held_out is not None:
+            _refuse_overlap(data, rows, held_out)
             if len(held_out) < val_size:
                 raise ConfigError(
                     f"data.val_size={val_size}: the validation table has {len(held_out)} rows; use at most "
@@ -83,12 +85,20 @@ class RowTask:
         else:
             cut = len(rows) - val_size
             self._train, self._validation = rows[:cut], rows[cut:]
+        self._seed = seed
         self._epoch_order = lru_cache(maxsize=2)(partial(epoch_order, len(self._train), seed))
 
     def train_problem(self, index: int) -> Problem:
         """Row number `index % rows` of the shuffled epoch `index // rows`."""
         epoch, place = divmod(index, len(self._train))
         return self._train[self._epoch_order(epoch)[place]]
+
+    def fingerprint(self) -> str:
+        """Every row counts: they are shuffled by their number and the seed."""
+        digest = hashlib.sha256()
+        for row in self._train:
+            digest.update(repr((row.id, row.prompt, row.answer)).encode())
+        return f"rows {digest.hexdigest()} {self._seed}"
 
     def validation(self) -> list[Problem]:
         """The held-out rows in file order."""
@@ -114,6 +124,19 @@ def _validation_rows(data: SourceConfig, reading: Reading) -> list[Problem] | No
     assert path is not None
     table = data if data.val_split is None else data.model_copy(update={"split": data.val_split})
     return read_rows(Path(path), table, data.val_rows, reading)
+
+
+def _refuse_overlap(data: SourceConfig, rows: Sequence[Problem], held_out: Sequence[Problem]) -> None:
+    """A validation on rows of the table that is trained on must be on others of them."""
+    path, val_path = (Path(name or "").resolve() for name in (data.path, data.val_path or data.path))
+    if path != val_path or data.val_split not in (None, data.split):
+        return
+    both = {row.id for row in rows} & {row.id for row in held_out}
+    if both:
+        raise ConfigError(
+            f"data.val_path={data.val_path}: {len(both)} validation rows of {path} are trained on, row {min(both)} "
+            "first; use another table, or slices apart in data.rows and data.val_rows"
+        )
 
 
 def read_rows(path: Path, data: SourceConfig, part: str | None, reading: Reading) -> list[Problem]:

@@ -47,6 +47,9 @@ class ChainSum:
             if not is_held_out(numbers):
                 return chain_sum_problem(numbers)
 
+    def fingerprint(self) -> str:
+        return f"chain_sum {self._terms} {self._seed}"
+
     def validation(self) -> list[Problem]:
         """`val_size` distinct held-out problems, the same for every training seed."""
         draw = random.Random("chain_sum/validation")

@@ -21,7 +21,7 @@ CACHE_BLOCK = 2**22
 """``boundary.store.BLOCK_BYTES``, without torch."""
 STATIC = ("weights", "optimizer", "snapshots", "M", "reference", "codecs", "kept rows", "buffers")
 SAMPLING = ("gathered weights", "KV cache")
-TRAINING = ("live weights", "gradients", "averaged gradients", "activations", "logits")
+TRAINING = ("live weights", "gradients", "averaged gradients", "compared gradients", "activations", "logits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,13 @@ class _Stage:
             "KV cache": self._cache(),
             "gradients": float(self._size.parameters * self._b),
             "averaged gradients": self._averaged(),
+            "compared gradients": self._compared(),
             "activations": self._activations(),
             "logits": self._logits(),
         }
         place = self._config.boundary.cache_place
         moved = [
-            *(("optimizer", "averaged gradients") if engine.optimizer_on_host else ()),
+            *(("optimizer", "averaged gradients", "compared gradients") if engine.optimizer_on_host else ()),
             *(("weights",) if engine.weights_on_host else ()),
             *engine.anchor_on_host,
             *(("kept rows",) if place == "host" else ()),
@@ -99,6 +100,12 @@ class _Stage:
         engine = self._engine
         copies = 2 if engine.stage == 3 and engine.optimizer_on_host else min(engine.stage, 1)
         return copies * self._shard * engine.gradient_bytes
+
+    def _compared(self) -> float:
+        """What a check of the backward budget compares coded gradients with, of stages before the last boundary."""
+        before = self._number < self._stages - 1 or self._config.parallel.placement == "one_process"
+        checks = self._config.boundary.budgets_itself and before
+        return float(self._shard * self._engine.gradient_bytes) if checks else 0.0
 
     def _gathered(self) -> dict[str, float]:
         """ZeRO 3: whole weights beside the shares, of the stage or of a layer."""

@@ -26,6 +26,8 @@ def tensor_basis_bytes(boundary: BoundaryConfig, size: StageSize, hidden: int) -
 def gradient_payload(config: Config, size: StageSize, engine: Engine, part: PassBytes) -> int:
     """Bytes of a rank's gradients as they are averaged over replicas; after the warm-up, where they are compressed."""
     boundary = config.boundary
+    if part.kind == "checks" and "data" in boundary.links:
+        return 0  # nobody will use them
     factors = "data" in boundary.links and part.kind == "fast" and part.coded
     return engine.gradient_bytes * (size.factored(boundary.gradient_rank) if factors else size.parameters)
 

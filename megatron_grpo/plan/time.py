@@ -58,7 +58,7 @@ class StepTime:
 
     Attributes:
         data: gradients and weights between replicas, tied embeddings between stages.
-        basis: sums and fits at its refreshes, spread over all steps.
+        basis: sums and fits at its refreshes, and checks of the backward budget, spread over all steps.
         compute: the whole step were every link perfect; the rest of it is ``wire``.
         bytes: payloads of a step over all boundaries and replicas: ``fast_fwd``, ``fast_bwd``, ``old_logprob``,
             ``anchor``, ``basis``, ``rollout`` and ``ids`` (the last two are the ledger's rollout).
@@ -143,7 +143,7 @@ class _Step:
     def parts(self) -> dict[str, float]:
         config = self._config
         passes = training_passes(config, self._shape.hidden)
-        seconds = dict.fromkeys(("fast", "old log-probs", "anchor"), 0.0)
+        seconds = dict.fromkeys(("fast", "old log-probs", "anchor", "checks"), 0.0)
         for part in passes:
             seconds[part.kind] += part.count * self._pass(part)
         share = config.parallel.data if self._engine.stage else 1
@@ -155,7 +155,7 @@ class _Step:
             "fast": seconds["fast"],
             "anchor": seconds["anchor"],
             "data": self._data(passes),
-            "basis": self._basis(),
+            "basis": self._basis() + seconds["checks"],
             "optimizer": updates,
         }
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from megatron_grpo.config import DIRECTIONS, AnchorConfig, BoundaryConfig, Config, Direction
 from megatron_grpo.conversion.families import ModelShape
+from megatron_grpo.ops.budget import PROBES
 
 from .sizes import BYTES
 
@@ -17,7 +18,11 @@ DENSE_BYTES = 2
 ID_BYTES = 4
 HASH_BYTES = 8
 
-PassKind = Literal["fast", "old log-probs", "anchor"]
+PassKind = Literal["fast", "old log-probs", "anchor", "checks"]
+
+
+SIZES: dict[PassKind, str] = {"old log-probs": "old_logprob", "anchor": "anchor", "checks": "basis"}
+"""What the bytes of such a pass count as; those of fast ones by direction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +113,11 @@ def training_passes(config: Config, hidden: int) -> list[PassBytes]:
 
     Old log-probs are one forward for every minibatch but the first (whose own forward serves, unless a basis may change
     inside the step); where the codec samples, only a dense tick needs them. A reference policy adds one forward a tick.
-    The anchor is a dense pass every ``anchor.cadence`` ticks; ``boundary.dense_every`` makes every so-manieth tick one.
-    With ``boundary.send_once`` rows that were sampled serve every pass but the reference policy's, and, where they are
-    coded, but a dense one; what they have moved since the first tick crosses at most (``delta``).
+    The anchor is a dense pass every ``anchor.cadence`` ticks, its gradients in ``boundary.anchor_budget`` if there is
+    one; ``boundary.dense_every`` makes every so-manieth tick dense. With ``boundary.send_once`` rows that were sampled
+    serve every pass but the reference policy's, and, where they are coded, but a dense one; what they have moved since
+    the first tick crosses at most (``delta``). ``boundary.backward_budget=auto`` counts as what it starts from; each of
+    its checks is one pass that is dense backward, and some that are coded.
     """
     boundary, ticks = config.boundary_at_work, config.grpo.minibatches
     coded, dense = ([row_bytes(boundary, side, hidden, dense=plain) for side in DIRECTIONS] for plain in (False, True))
@@ -123,6 +130,9 @@ def training_passes(config: Config, hidden: int) -> list[PassBytes]:
     old_coded, old_dense = _old_logprobs(config)
     reference = ticks if config.grpo.kl_coef > 0 else 0
     anchors = ticks / config.anchor.cadence if config.anchor.enabled else 0.0
+    budget = boundary.anchor_budget
+    replayed = dense[1] if budget is None else budget * DENSE_BYTES * hidden
+    checks = 1 / boundary.backward_check if boundary.budgets_itself else 0.0
     passes = [
         PassBytes("fast", ticks * (1 - dense_share), coded_rows + packed, coded[1], True),
         PassBytes("fast", ticks * dense_share, dense_rows + moved * dense[0], dense[1], False),
@@ -130,7 +140,9 @@ def training_passes(config: Config, hidden: int) -> list[PassBytes]:
         PassBytes("old log-probs", old_dense * dense_share, dense_rows, None, False),
         PassBytes("old log-probs", reference * (1 - dense_share), coded[0], None, True),
         PassBytes("old log-probs", reference * dense_share, dense[0], None, False),
-        PassBytes("anchor", anchors, dense_rows, dense[1], False),
+        PassBytes("anchor", anchors, dense_rows, replayed, False),
+        PassBytes("checks", checks, coded_rows, dense[1], True),
+        PassBytes("checks", checks * PROBES, coded_rows, coded[1], True),
     ]
     return [part for part in passes if part.count > 0]
 
@@ -155,9 +167,9 @@ def training_shares(config: Config, hidden: int) -> dict[str, float]:
     See :func:`training_passes`. What a basis costs is not in it.
     """
     whole = config.grpo.minibatches * len(DIRECTIONS) * DENSE_BYTES * hidden
-    shares = dict.fromkeys(("fast", "old log-probs", "anchor"), 0.0)
+    shares: dict[str, float] = dict.fromkeys(("fast", "old log-probs", "anchor"), 0.0)
     for part in training_passes(config, hidden):
-        shares[part.kind] += part.count * part.row / whole
+        shares[part.kind] = shares.get(part.kind, 0.0) + part.count * part.row / whole
     return shares
 
 
@@ -256,11 +268,11 @@ def step_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> dict[str,
             sizes["fast_fwd"] += part.count * rows * part.forward
             sizes["fast_bwd"] += part.count * rows * (part.backward or 0.0)
         else:
-            sizes["anchor" if part.kind == "anchor" else "old_logprob"] += part.count * rows * part.row
+            sizes[SIZES[part.kind]] += part.count * rows * part.row
     row = row_bytes(boundary, "forward", hidden, dense=not samples_by_codec(config))
     sizes["rollout"] = config.sequences_per_step * lengths.rows * boundaries * row
     sizes["ids"] = config.sequences_per_step * lengths.response * boundaries * ID_BYTES
     learned, data = basis_traffic(config, hidden), config.parallel.data
     ranks = boundaries * data * config.parallel.tensor if config.pipeline_ranks > 1 else 0
-    sizes["basis"] = learned.refreshes * ranks * (learned.fit + (learned.sums if data > 1 else 0))
+    sizes["basis"] += learned.refreshes * ranks * (learned.fit + (learned.sums if data > 1 else 0))
     return sizes

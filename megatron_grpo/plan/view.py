@@ -154,6 +154,8 @@ def _boundary(config: Config, hidden: int | None) -> dict[str, str]:
         share = "" if hidden is None else f", {crossing_share(boundary, side, hidden):.1%} of a bfloat16 crossing"
         payload = "" if codec == "token_waterfill" else f", {boundary.payload_of(side)}"
         rows[side] = f"{codec}{payload}{share}"
+    if boundary.budgets_itself:
+        rows["backward"] += f" at first; auto chooses anew every {boundary.backward_check} steps, not foreseen here"
     if boundary.send_once != "off":
         rows["forward"] += ", in sampling alone" if config.rollout.path == "dense" else ", once, in sampling"
         rows["send once"] = f"{boundary.send_once}, kept on {boundary.cache_place}"

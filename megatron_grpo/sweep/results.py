@@ -19,6 +19,8 @@ OVER_THE_RUN: dict[str, tuple[str, Reduce]] = {
     "merger/weight": ("mean", fmean),
     "rollout/logprob_gap_median": ("mean", fmean),
     "policy/clip_frac": ("max", max),
+    "boundary/drift": ("max", max),
+    "boundary/backward_budget": ("mean", fmean),
 }
 AT_THE_END = ("rollout/response_length", "rollout/truncated_frac")
 

@@ -10,11 +10,6 @@ UNREAD = 0.9
 """Share of a step's responses without a readable answer from which the reward is called blind."""
 
 
-def has_no_score(row: Mapping[str, float]) -> bool:
-    """Whether no response of the row's step could be scored."""
-    return row.get("reward/unscored_frac") == 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class BrakeState:
     """After one row: why the run must stop, and what is worth a line in the log; each ``None`` mostly."""
@@ -35,7 +30,7 @@ class Brakes:
         self._first_length: float | None = None
         self._skipped_before = 0.0
         self._skipped_in_row = 0
-        self._blind = False
+        self._blind = self._gaps = False
 
     def update(self, row: Mapping[str, float]) -> BrakeState:
         """The state after ``row``."""
@@ -51,10 +46,6 @@ class Brakes:
     def _stop(self, tick: int, row: Mapping[str, float], length: float | None) -> str | None:
         cfg, first = self._cfg, self._first_length
         gap, norm = row.get("rollout/logprob_gap", 0.0), row.get("policy/grad_norm", 0.0)
-        if has_no_score(row):
-            return (
-                f"no response of tick {tick} has a score, and there is nothing to learn from: see what the reward says"
-            )
         if cfg.stop_gap is not None and not gap <= cfg.stop_gap:  # NaN is above every limit
             return f"the log-prob gap {gap:.3g} nats at tick {tick} is above train.stop_gap={cfg.stop_gap}"
         if cfg.stop_grad_norm is not None and not norm <= cfg.stop_grad_norm:
@@ -72,18 +63,23 @@ class Brakes:
         return None
 
     def _notice(self, tick: int, row: Mapping[str, float]) -> str | None:
-        """On the first of several steps in which next to nothing could be read."""
-        share = row.get("reward/parse_fail_frac")
-        if share is None:
+        """On the first of several steps in which next to nothing could be read, or not everything be scored."""
+        unread, unscored = row.get("reward/parse_fail_frac"), row.get("reward/unscored_frac", 0.0)
+        if unread is None:
             return None
-        begins = share >= UNREAD and not self._blind
-        self._blind = share >= UNREAD
-        if not begins:
-            return None
-        return (
-            f"no answer could be read in {share:.0%} of the responses at tick {tick}: "
-            "see that reward.kind looks where the model writes it, and that responses end in rollout.max_response"
-        )
+        notices = []
+        if unread >= UNREAD and not self._blind:
+            notices.append(
+                f"no answer could be read in {unread:.0%} of the responses at tick {tick}: "
+                "see that reward.kind looks where the model writes it, and that responses end in rollout.max_response"
+            )
+        if unscored > 0 and not self._gaps:
+            notices.append(
+                f"{unscored:.1%} of the responses at tick {tick} have no score and are left out: their reward failed, "
+                "or was not done in half of parallel.timeout_s"
+            )
+        self._blind, self._gaps = unread >= UNREAD, unscored > 0
+        return "\n".join(notices) or None
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -91,8 +87,10 @@ class Brakes:
             "skipped_before": self._skipped_before,
             "skipped_in_row": self._skipped_in_row,
             "blind": self._blind,
+            "gaps": self._gaps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._first_length, self._blind = state["first_length"], state["blind"]
+        self._gaps = state.get("gaps", False)
         self._skipped_before, self._skipped_in_row = state["skipped_before"], state["skipped_in_row"]

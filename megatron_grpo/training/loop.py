@@ -26,7 +26,6 @@ from megatron_grpo.parallel.collectives import sum_over
 from megatron_grpo.parallel.groups import Layout, ParallelGroups, build_groups
 from megatron_grpo.parallel.placement import check_tensor_hosts, use_interface
 from megatron_grpo.parallel.watch import GRACE_S, LostPeerError, Watch
-from megatron_grpo.training.brakes import has_no_score
 from megatron_grpo.training.checkpoint import load_checkpoint, load_universal, save_checkpoint
 from megatron_grpo.training.export import export_policy
 from megatron_grpo.training.files import CheckpointError, CheckpointFolder
@@ -159,10 +158,11 @@ class _Run:
         task = build_problems(cfg, tokenizer)
         check_reward_models(cfg)
         checkpoint = self._checkpoints.resolve(resume, note=self._say) if resume else None
-        progress = Progress(0, {}, digest_of(task))
+        progress = Progress(0, {}, digest_of(task, tokenizer, cfg.data))
         if checkpoint is not None:
             problems, progress = progress.problems, read_progress(checkpoint, cfg)
             check_problems(checkpoint, progress, problems)
+            progress = replace(progress, problems=problems)  # an older checkpoint has none
         timeline = _timeline(cfg, self._run_dir, self._groups)
         with (
             policy_runtime(cfg, self._groups, deepspeed_settings(cfg), self._device, timeline) as policy,
@@ -210,11 +210,15 @@ class _Run:
         """Run the steps that are left, saving as ``train.save_every`` says, at the end, and where the run is stopped.
 
         SIGTERM stops it after the step under way; so do a limit and the collapse alarm, with ``anchor.alarm: stop``,
-        unless that step is the last.
+        unless that step is the last. A step in which no response has a score stops it before that step.
         """
         train = self._cfg.train
         for step in range(progress.steps, train.steps):
             rows = steps.run(step)
+            if not rows:
+                self._unscored(step, record)
+                save_checkpoint(self._cfg, self._checkpoints, policy, steps, progress)
+                break
             done = step + 1
             # What all ranks agree on, not what a handler may set on one of them at any moment. No validation then: the
             # launcher kills what has not ended 30 s after SIGTERM.
@@ -228,7 +232,7 @@ class _Run:
             if self._limit is not None and not self._alarmed:
                 notices.append(f"{self._limit}; it was the last step")
             validates = done % train.eval_every == 0 or done == train.steps or self._alarmed
-            if validates and not self._stop and not has_no_score(rows[-1]):
+            if validates and not self._stop:
                 rows[-1] |= steps.validate()
             for row in rows:
                 record.write_row(row)
@@ -245,6 +249,15 @@ class _Run:
                 record.log(f"stopped {why}, after step {done}, checkpoint saved; go on with --resume auto")
                 break
         return progress
+
+    def _unscored(self, step: int, record: RunRecord) -> None:
+        """Stop before ``step``."""
+        self._alarmed, self._limit = True, f"no response of step {step} has a score"
+        record.log(
+            f"stopped because {self._limit}: each failed, as it says above, or was not done in half of "
+            f"parallel.timeout_s={self._cfg.parallel.timeout_s:g}; the checkpoint is that of before the step, go on "
+            "with --resume auto"
+        )
 
     def _watch(self, rows: list[Row], alarm: Alarm) -> tuple[list[str], bool]:
         """Show a step's rows to the alarm and add its keys to them: what it says, and whether it stands at any of them.

@@ -161,7 +161,8 @@ def q_errors(table: torch.Tensor) -> dict[str, float]:
 
 
 def rollout_metrics(sums: list[float], seconds: float, rewards: Sequence[str]) -> dict[str, float]:
-    """Rates from :meth:`RolloutFigures.sums` over replicas. Each of several ``rewards`` has its own mean."""
+    """Rates from :meth:`RolloutFigures.sums` over replicas. Each of several ``rewards`` has its own mean, if it scored
+    anything."""
     sequences, scored, reward, squares, failed, tokens, truncated, fresh, groups, dead, drawn, *parts = sums
     mean = reward / max(scored, 1.0)
     variance = max(0.0, squares / max(scored, 1.0) - mean * mean)
@@ -178,5 +179,6 @@ def rollout_metrics(sums: list[float], seconds: float, rewards: Sequence[str]) -
     }
     if len(rewards) > 1:
         for name, total, count in zip(rewards, parts[::2], parts[1::2], strict=True):
-            metrics[f"rewards/{name}"] = total / max(count, 1.0)
+            if count > 0:
+                metrics[f"rewards/{name}"] = total / count
     return metrics

@@ -51,6 +51,8 @@ METRIC_KEYS: tuple[str, ...] = (
     "boundary/q_error_fwd",
     "boundary/q_error_bwd",
     "boundary/drift",
+    "boundary/backward_budget",
+    "boundary/backward_cosine",
     "boundary/bytes_fast",
     "boundary/bytes_fast_fwd",
     "boundary/bytes_fast_bwd",

@@ -22,17 +22,10 @@ def prompt_encoder(tokenizer: Tokenizer, data: DataConfig) -> Callable[[str], li
     return lambda text: tokenizer.encode_chat(text, data.system)
 
 
-DIGESTED = 200
-"""Training problems that a digest looks at: a stream's first ones show its rows, order and settings."""
-
-
-def digest_of(task: Task) -> str:
-    """Of the stream that a run trains on: equal for the same data, template, settings and seed, wherever they lie."""
-    digest = hashlib.sha256()
-    for index in range(DIGESTED):
-        problem = task.train_problem(index)
-        digest.update(repr((problem.id, problem.prompt, problem.answer)).encode())
-    return digest.hexdigest()
+def digest_of(task: Task, tokenizer: Tokenizer, data: DataConfig) -> str:
+    """Of what a run trains on: equal for the same problems in the same order, put to the policy in the same way."""
+    prompt = prompt_encoder(tokenizer, data)(task.train_problem(0).prompt)
+    return hashlib.sha256(f"{task.fingerprint()} {prompt}".encode()).hexdigest()
 
 
 def build_problems(cfg: Config, tokenizer: Tokenizer) -> Task:

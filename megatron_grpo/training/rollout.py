@@ -86,8 +86,9 @@ class Rollouts:
             seed=seed,
         )
 
-    def step(self, step: int, *, by_codec: bool) -> tuple[Batch, RolloutFigures]:
-        """What step ``step`` trains on, with advantages. Collective: every rank."""
+    def step(self, step: int, *, by_codec: bool) -> tuple[Batch, RolloutFigures] | None:
+        """What step ``step`` trains on, with advantages; ``None`` where no response of any replica has a score.
+        Collective: every rank."""
         cfg = self._cfg
         prompts = cfg.grpo.prompts_per_step
         problems, row_ids = self.deal(step * prompts, prompts)
@@ -95,6 +96,8 @@ class Rollouts:
         plan = Pass("rollout", dense=not by_codec, keeps=step if self._keeps else None)
         start = time.perf_counter()
         batch, scores, scoring = self.draw(problems, row_ids, rule, plan)
+        if not int(sum_over((~scores.reward_B.isnan()).sum()[None], self._policy.groups.data)):
+            return None
         fresh, tokens, drawn = 0, batch.response_tokens, len(batch)
         for number in range(cfg.grpo.resample_rounds if cfg.grpo.dead_groups == "resample" else 0):
             rows_K = self._dead_rows(scores).nonzero().flatten()

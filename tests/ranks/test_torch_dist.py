@@ -7,6 +7,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from megatron_grpo.backends.huggingface import load_hf_config, reference_model
 from megatron_grpo.backends.megatron.cpu import megatron_runtime
@@ -42,6 +43,13 @@ def megatron_model(shape: ModelShape, tensor: int, split: list[int]) -> GPTModel
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(9))
     return model
+
+
+def test_c13_a_model_made_with_dropout_has_none_here() -> None:
+    """Old, reference and new log-probs of one policy are equal in whatever mode it runs."""
+    shape = model_shape(LlamaConfig(architectures=["LlamaForCausalLM"], attention_dropout=0.1).to_dict())
+    config = transformer_config(shape, tensor=1, pipeline=1, dtype=torch.float32, recompute=False)
+    assert (config.hidden_dropout, config.attention_dropout) == (0.0, 0.0)
 
 
 def load_and_save(

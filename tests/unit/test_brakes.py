@@ -31,13 +31,6 @@ def stops(rows: Rows, **limits: float) -> list[str | None]:
             "the gradient norm 50 at tick 1 is above train.stop_grad_norm=5.0",
         ),
         (
-            {},
-            "reward/unscored_frac",
-            [0.0, 0.99, 1.0],
-            [False, False, True],
-            "no response of tick 2 has a score, and there is nothing to learn from: see what the reward says",
-        ),
-        (
             {"stop_skipped": 2},
             "train/skipped",
             [1, 1, 2, 3, 4],
@@ -57,6 +50,7 @@ def stops(rows: Rows, **limits: float) -> list[str | None]:
 def test_each_limit(
     limits: dict[str, float], key: str, values: list[float], stopped: list[bool], sentence: str
 ) -> None:
+    """Case C16 is the first."""
     rows: Rows = [{key: value} for value in values]
     said = stops(rows, **limits)
     assert [stop is not None for stop in said] == stopped
@@ -88,3 +82,11 @@ def test_a14_a_reward_that_reads_nothing_is_said_once() -> None:
     said = [brakes.update({"tick": tick, "reward/parse_fail_frac": share}).notice for tick, share in enumerate(shares)]
     assert [notice is not None for notice in said] == [False, True, False, False, True]
     assert str(said[1]).startswith("no answer could be read in 95% of the responses at tick 1: see that reward.kind")
+
+
+def test_responses_without_a_score_are_said_when_they_begin() -> None:
+    brakes = Brakes(TrainConfig())
+    rows = [{"reward/parse_fail_frac": 0.0, "reward/unscored_frac": share} for share in (0.0, 0.125, 0.5, 0.0, 0.25)]
+    said = [brakes.update({"tick": tick} | row).notice for tick, row in enumerate(rows)]
+    assert [notice is not None for notice in said] == [False, True, False, False, True]
+    assert str(said[1]).startswith("12.5% of the responses at tick 1 have no score and are left out")

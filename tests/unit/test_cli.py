@@ -101,6 +101,15 @@ def test_predicted_shares_by_hand(home: Path, overrides: list[str], fast: float,
     assert shares == pytest.approx({"fast": fast, "old log-probs": old, "anchor": anchor})
 
 
+def test_a_budget_that_is_chosen_later_is_planned_as_it_starts(home: Path) -> None:
+    """One check in 128 ticks: five forward passes through the codec; backward one is dense, four as at first."""
+    shares = training_shares(load_config(home / "run.yaml", ["boundary.backward_budget=auto"]), hidden=96)
+    assert shares["fast"] == pytest.approx((0.06 + 0.015) / 2)
+    assert shares["checks"] == pytest.approx((5 * 0.06 + 1 + 4 * 0.015) / 2 / 128)
+    output = run("plan", home / "run.yaml", "boundary.backward_budget=auto")[1]
+    assert "1.5% of a bfloat16 crossing at first" in output and "every 64 steps" in output
+
+
 def test_plan_says_what_crosses_and_what_a_basis_costs(home: Path) -> None:
     """Of hidden 96: 92 bits a row, 76 of them codes; 54 channels kept, 195 features (2, first, 2 x 96)."""
     output = run("plan", home / "run.yaml")[1]
@@ -194,7 +203,7 @@ def test_eval_says_what_it_needs(home: Path) -> None:
     assert "add --config" in output
 
 
-def test_rank_environment() -> None:
+def test_c21_rank_environment() -> None:
     cpu = launch.rank_environment({"A": "b", "OMP_NUM_THREADS": "9"}, threads=2)
     assert cpu == {
         "A": "b",

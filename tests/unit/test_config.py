@@ -202,6 +202,10 @@ def test_what_is_left_out_follows_from_what_is_named(settings: dict[str, Any], p
         ("merger.kind=ema", ["merger.kind=ema", "signed_ema"]),
         ("boundary.links=[ring]", ["boundary.links", "'pipeline', 'tensor' or 'data'"]),
         ("boundary.links=[]", ["boundary.links", "empty"]),
+        ("boundary.backward_budget=0", ["boundary.backward_budget=0", "above 0 and at most 1", "default null"]),
+        ("boundary.backward_budget=1.5", ["boundary.backward_budget=1.5", "neither auto nor a share"]),
+        ("boundary.backward_budget=automatic", ["boundary.backward_budget=automatic", "neither auto nor a share"]),
+        ("boundary.backward_budget=true", ["boundary.backward_budget=true", "neither auto nor a share"]),
         ("data.prompt_template=hello", ["data.prompt_template=hello", "{question}"]),
         ("anchor.cadense=20", ["anchor.cadense=20", "unknown key", "anchor.cadence"]),
         ("anchor.rank=20", ["anchor.rank=20", "unknown key", "boundary.rank"]),
@@ -285,7 +289,13 @@ def test_the_tokenizer_is_the_models_unless_given(home: Path) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["boundary.codec=lowrank"], ["boundary.codec=identity"], ["boundary.payload=int4", "boundary.budget=0.1"]],
+    [
+        [],
+        ["boundary.codec=lowrank"],
+        ["boundary.codec=identity"],
+        ["boundary.payload=int4", "boundary.budget=0.1"],
+        ["boundary.backward_budget=auto"],
+    ],
 )
 def test_the_resolved_file_reads_back_as_the_same_config(home: Path, overrides: list[str]) -> None:
     """With what is left out written down, so that it means the same when defaults have changed."""
@@ -339,6 +349,7 @@ def test_importance_weights_need_room_between_their_bounds(home: Path) -> None:
     ],
 )
 def test_a_combination_that_cannot_work_is_named(home: Path, override: str, line: str) -> None:
+    """Case B13: the geometry of a batch, with the nearest values that fit, before anything starts."""
     assert line in checked(home, override)
 
 
@@ -364,6 +375,22 @@ def test_a_combination_that_cannot_work_is_named(home: Path, override: str, line
         (
             ["boundary.codec=lowrank", "boundary.predict=embedding"],
             "boundary.predict=embedding: needs a packed forward payload",
+        ),
+        (
+            ["boundary.backward_budget=auto", "boundary.backward_codec=lowrank"],
+            "boundary.backward_budget=auto: is chosen for token_waterfill, and lowrank is another codec",
+        ),
+        (
+            ["anchor.enabled=true", "boundary.anchor_budget=0.03", "merger.kind=delayed_ef"],
+            "boundary.anchor_budget=0.03: keeps the signs of M, and merger.kind=delayed_ef does not use signs alone",
+        ),
+        (
+            ["anchor.enabled=true", "boundary.anchor_budget=0.03", "boundary.basis=anchor"],
+            "boundary.anchor_budget=0.03: boundary.basis=anchor is fitted to what anchors send uncompressed",
+        ),
+        (
+            ["anchor.enabled=true", "boundary.anchor_budget=0.003"],
+            "boundary.anchor_budget=0.003: a row of token_waterfill takes a bit",
         ),
         (["boundary.shared_basis=true"], "boundary.shared_basis=true: needs the lowrank codec in both directions"),
         (
@@ -698,6 +725,12 @@ def test_the_prompts_per_step_that_are_offered_work(home: Path, prompts: int) ->
         (["reward.overlong_weight=2.0"], "reward.overlong_weight=2.0: does nothing without reward.overlong_buffer"),
         (["reward.flexible=true"], "reward.flexible=True: does nothing without the reward gsm8k"),
         (["reward.kind=math", "reward.weights={exact: 1}"], "reward.kind=math: does nothing without an empty"),
+        (
+            ["boundary.backward_budget=auto", "parallel.pipeline=1"],
+            "boundary.backward_budget=auto: does nothing without parallel.pipeline=2 or more",
+        ),
+        (["boundary.anchor_budget=0.03"], "boundary.anchor_budget=0.03: does nothing without an anchor between stages"),
+        (["boundary.backward_cosine=0.9"], "boundary.backward_cosine=0.9: does nothing without backward_budget=auto"),
         (["data.val_rows='0:5'"], "data.val_rows=0:5: does nothing without data.val_path or val_split"),
     ],
 )

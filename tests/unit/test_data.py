@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sentencepiece import SentencePieceProcessor
@@ -18,6 +19,7 @@ from megatron_grpo.data.mixture import shares
 from megatron_grpo.data.tasks import chain_sum_problem, is_held_out
 from megatron_grpo.rollout.rewards import build_rewards, gold_check
 from megatron_grpo.rollout.rewards.gold import value_gold
+from megatron_grpo.training.problems import digest_of
 
 VALUES = gold_check(RewardConfig())
 
@@ -119,6 +121,16 @@ def test_jsonl_validation_from_its_own_file(write: Write) -> None:
     task = build_task(DataConfig(task="jsonl", path=path, val_path=val_path, val_size=2), seed=0)
     assert [(p.id, p.answer) for p in task.validation()] == [(5, "work\n#### 0"), (6, "work\n#### 1")]
     assert sorted(task.train_problem(i).id for i in range(4)) == [1, 2, 3, 4]
+
+
+def test_validation_on_rows_that_are_trained_on_is_refused(write: Write) -> None:
+    path = write(*_rows(10))
+    apart = DataConfig(task="jsonl", path=path, rows=":6", val_path=path, val_rows="6:", val_size=4)
+    assert [problem.answer for problem in build_task(apart, 0).validation()] == [row["answer"] for row in _rows(10)[6:]]
+    for rows, val_rows, shared in ((None, None, 10), (":7", "6:", 1)):
+        data = DataConfig(task="jsonl", path=path, rows=rows, val_path=path, val_rows=val_rows, val_size=4)
+        with pytest.raises(ConfigError, match=f"{shared} validation rows of .*train.jsonl are trained on"):
+            build_task(data, 0)
 
 
 def test_jsonl_keys_numbers_blank_lines_and_line_separators(write: Write) -> None:
@@ -411,6 +423,8 @@ def test_what_reasoning_gym_does_not_have() -> None:
     ):
         build_task(DataConfig(task="reasoning_gym:leg_counting", options={"legs": 5}), seed=0)
     small = DataConfig(task="reasoning_gym:spell_backward", options={"min_word_len": 3, "max_word_len": 3})
+    with pytest.raises(ConfigError, match=r"tokens is longer than data\.max_prompt=3 \(use at least \d+, or .*drop\)$"):
+        build(small.model_copy(update={"val_size": 1}), 0, Reading(length=len, max_prompt=3))
     with pytest.raises(ConfigError, match=r"data\.val_size=1: .* made 0 different problems that fit"):
         build(small.model_copy(update={"val_size": 1}), 0, Reading(length=len, max_prompt=3, drops=True))
 
@@ -420,6 +434,64 @@ class _Bytes:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+
+def test_a_fingerprint_says_whether_the_stream_is_the_same(write: Write) -> None:
+    """Any row counts, the last one of the order too; where the file lies does not."""
+
+    def of(*rows: object, name: str = "train.jsonl", seed: int = 0, **settings: Any) -> str:
+        data = DataConfig(task="jsonl", path=write(*rows, name=name), val_size=1, **settings)
+        return build_task(data, seed).fingerprint()
+
+    rows = _rows(300)
+    once = of(*rows)
+    assert of(*rows, name="moved.jsonl") == once
+    for place in (0, 150, 298):
+        changed = [row | {"answer": "7"} if number == place else row for number, row in enumerate(rows)]
+        assert of(*changed) != once
+    others = (of(*rows[:-1]), of(*rows, seed=1), of(*rows, prompt_template="Q: {question}"), of(*rows[1:], rows[0]))
+    assert len({once, *others}) == 5
+    sums = [build_task(DataConfig(terms=terms, val_size=8), seed).fingerprint() for terms in (2, 3) for seed in (0, 1)]
+    assert len(set(sums)) == 4
+    weights = ((1.0, 1.0), (1.0, 3.0))
+    mixed = [[MixedSource(task="chain_sum", terms=n + 2, weight=w) for n, w in enumerate(pair)] for pair in weights]
+    assert len({build_task(DataConfig(mix=tuple(mix), val_size=8), 0).fingerprint() for mix in mixed}) == 2
+    gym = [("chain_sum", {}), ("chain_sum", {"max_terms": 3}), ("leg_counting", {})]
+    tasks = [DataConfig(task=f"reasoning_gym:{name}", options=options, val_size=4) for name, options in gym]
+    made = [build_task(data, 0).fingerprint() for data in (*tasks, tasks[0])]
+    assert len(set(made)) == 3 and made[0] == made[3]
+    lengths = [(300, True), (400, True), (300, False), (400, False)]  # what is too long is left out, or an error
+    cut = [build(tasks[0], 0, Reading(VALUES, len, most, drops)).fingerprint() for most, drops in lengths]
+    assert len(set(cut)) == 3 and cut[2] == cut[3]
+
+
+class _Chat(_Bytes):
+    """Its template puts the system message first."""
+
+    has_chat_template = True
+
+    def encode_chat(self, text: str, system: str | None) -> list[int]:
+        return list(f"{system}|{text}".encode())
+
+
+def test_the_digest_of_a_run_says_how_prompts_are_put() -> None:
+    """The same problems, as they stand or as a message, are not the same to a policy."""
+    settings: list[dict[str, Any]] = [{}, {"chat": True}, {"chat": True, "system": "Be brief."}, {"terms": 2}]
+    configs = [DataConfig(val_size=8, **each) for each in settings]
+    digests = [digest_of(build_task(data, 0), _Chat(), data) for data in configs]  # type: ignore[arg-type]  # no file
+    assert len(set(digests)) == 4
+    assert digests[1] == digest_of(build_task(configs[1], 0), _Chat(), configs[1])  # type: ignore[arg-type]  # no file
+
+
+def test_a_digest_makes_few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tasks of reasoning-gym take a tenth of a second for each."""
+    data = DataConfig(task="reasoning_gym:leg_counting", val_size=4)
+    task = build_task(data, 0)
+    asked: list[int] = []
+    make = task.train_problem
+    monkeypatch.setattr(task, "train_problem", lambda index: asked.append(index) or make(index))
+    assert digest_of(task, _Bytes(), data)  # type: ignore[arg-type]  # no file
+    assert set(asked) == {0}
 
 
 def test_prompts_are_encoded_in_order_and_bounded() -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from megatron_grpo.backends.megatron.schedule import ModelInput
-from megatron_grpo.config import GrpoConfig, RolloutConfig
+from megatron_grpo.config import GrpoConfig, OptimConfig, RolloutConfig
 from megatron_grpo.ops.logprobs import OneShard
 from megatron_grpo.rollout.batch import Batch
 from megatron_grpo.training.loss import SUMS, PolicyLoss, ReadLogprobs, Replay
+from megatron_grpo.training.tick import learning_rate
 
 B, P, R, V = 6, 2, 5, 11
 
@@ -144,3 +145,12 @@ def test_objectives_differ_where_the_ratio_is_not_one() -> None:
         for objective in ("clip", "gspo", "cispo")
     }
     assert len({round(loss, 4) for loss in losses.values()}) == 3
+
+
+def test_c18_the_learning_rate_follows_from_the_tick() -> None:
+    """22 ticks of warm-up in a run of 220: full from the 22nd to the last, whenever the run was resumed."""
+    optim = OptimConfig(lr=1e-3, warmup_ticks=22)
+    rates = [learning_rate(optim, tick) for tick in range(220)]
+    assert rates[0] == pytest.approx(1e-3 / 22) and rates[10] == pytest.approx(0.5e-3) and rates[20] < 1e-3
+    assert rates[21:] == [1e-3] * 199
+    assert learning_rate(OptimConfig(lr=1e-3, warmup_ticks=0), 0) == 1e-3

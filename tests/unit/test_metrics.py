@@ -38,6 +38,7 @@ step tick time/step time/rollout time/train time/anchor time/merge time/reward t
 val/score val/score_sampled val/score_codec val/score_sampled_codec val/unscored_frac rollout/response_length
 rollout/truncated_frac rollout/logprob_gap rollout/logprob_gap_median rollout/tokens_per_s policy/clip_frac
 policy/entropy policy/kl policy/grad_norm boundary/q_error_fwd boundary/q_error_bwd boundary/drift
+boundary/backward_budget boundary/backward_cosine
 boundary/bytes_fast boundary/bytes_fast_fwd boundary/bytes_fast_bwd boundary/bytes_anchor boundary/bytes_basis
 boundary/bytes_old_logprob boundary/bytes_rollout boundary/bytes_reward boundary/bytes_dense_equivalent
 boundary/bytes_dense_total boundary/bytes_tensor boundary/bytes_tensor_dense

@@ -116,7 +116,7 @@ def test_b4_one_hit_in_a_group_stays_bounded() -> None:
         assert float(advantage_BG[0, 0]) == pytest.approx((group - 1) / group**0.5, rel=1e-4)
 
 
-def test_advantages_do_not_depend_on_reward_offset_or_order() -> None:
+def test_b10_advantages_do_not_depend_on_reward_offset_or_order() -> None:
     reward_BG = torch.tensor([[0.25, 0.5, 1.0, 0.0]])
     advantage_BG = group_advantages(reward_BG, eps=1e-6, std="sample")
     shifted_BG = group_advantages(reward_BG + 1000, eps=1e-6, std="sample")
@@ -124,7 +124,7 @@ def test_advantages_do_not_depend_on_reward_offset_or_order() -> None:
     torch.testing.assert_close(group_advantages(reward_BG.flip(1), eps=1e-6, std="sample").flip(1), advantage_BG)
 
 
-def test_advantages_refuse_a_group_of_one_and_an_unknown_std() -> None:
+def test_b7_advantages_refuse_a_group_of_one_and_an_unknown_std() -> None:
     with pytest.raises(ValueError, match=r"group_size=1 .*at least 2"):
         group_advantages(torch.ones(3, 1), eps=1e-6, std="sample")
     with pytest.raises(ValueError, match="std=population"):

@@ -70,14 +70,14 @@ def test_policy_loss_by_hand(
     assert got[2] == pytest.approx(gradient, abs=1e-5)
 
 
-def test_policy_loss_clamps_the_log_ratio() -> None:
+def test_c12_policy_loss_clamps_the_log_ratio() -> None:
     loss, clipped, gradient = _loss(math.exp(5), -1.0, dual_clip=None, log_ratio_clamp=2.0)
     assert loss == pytest.approx(math.exp(2), rel=1e-6)
     assert not clipped
     assert gradient == 0.0
 
 
-def test_policy_loss_weight_scales_loss_and_gradient_and_gets_none_itself() -> None:
+def test_c12_policy_loss_weight_scales_loss_and_gradient_and_gets_none_itself() -> None:
     loss, _, gradient = _loss(1.25, 2.0, weight=0.5)
     assert loss == pytest.approx(-1.25)
     assert gradient == pytest.approx(-1.25)
@@ -200,7 +200,7 @@ def test_k3_by_hand_and_its_gradient() -> None:
     torch.testing.assert_close(logp_BR.grad, torch.tensor([[0.0, 0.5, -1.0]]), atol=1e-6, rtol=0)
 
 
-def test_kl_estimators_by_hand() -> None:
+def test_c12_kl_estimators_by_hand() -> None:
     # d = log(ref) - log(policy) = log 2 and log 1/2
     logp_BR, ref_BR = torch.tensor([[0.25, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log()
     ln2 = math.log(2)
@@ -218,7 +218,7 @@ def test_kl_estimators_by_hand() -> None:
         kl_estimate(logp_BR, ref_BR, estimator="k3+")  # type: ignore[arg-type]
 
 
-def test_k3_averages_to_the_kl_divergence_and_is_fp32() -> None:
+def test_c20_k3_averages_to_the_kl_divergence_and_is_fp32() -> None:
     p_V, q_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
     exact = float((p_V * (p_V / q_V).log()).sum())
     assert float((p_V * kl_estimate(p_V.log(), q_V.log())).sum()) == pytest.approx(exact, rel=1e-5)

@@ -198,6 +198,15 @@ def test_memory_by_hand() -> None:
     assert first.peak == sum(parts.values()) - parts["KV cache"]
 
 
+def test_a_check_of_the_backward_budget_keeps_a_gradient(home: Path) -> None:
+    """In float32 over two replicas' shards, of every stage whose gradient crossed a boundary."""
+    config = load_config(home / "run.yaml", ["boundary.backward_budget=auto", "parallel.data=2"])
+    first, last = stage_memory(config, read_shape(config))
+    size = stage_sizes(read_shape(config), pipeline=2, tensor=1)[0].parameters
+    assert first.parts["compared gradients"] == 4 * size / 2 and "compared gradients" not in last.parts
+    assert first.peak == sum(first.parts.values()) - first.parts["KV cache"]
+
+
 def test_kept_rows_by_hand() -> None:
     """Of the example 128 sequences of 91 rows of 96 numbers, in blocks of 2^22 bytes; anchors replay two rollouts more,
     where those crossed dense."""

@@ -205,7 +205,7 @@ def test_a4_odd_boxes_raise_nothing() -> None:
 @pytest.mark.parametrize("response", ["", r"\boxed{}", "#### ", r"\boxed{None}", "#### none", r"\boxed{3}"])
 def test_a4_a15_empty_gold_pays_nobody(gold: str, response: str) -> None:
     assert MATH(response, gold, True).reward == 0
-    assert not GSM8K(response, gold, True).reward  # an empty box is no number: None
+    assert GSM8K(response, gold, True).reward == CHOICE(response, gold, True).reward == 0
     assert EXACT(response, gold, True).reward == 0
     assert SUM("=" + response, "", True).reward == 0
 
@@ -216,6 +216,7 @@ def test_a6_wrong_gold_pays_nobody_and_unreadable_gold_scores_nobody() -> None:
         assert MATH(response, "Answer is forty two.", True) == Verdict(None, False)
         assert GSM8K(response, "Answer is forty two.", True) == Verdict(None, False)
         assert CHOICE(response, "Answer is forty two.", True) == Verdict(None, False)
+        assert EXACT(response, "Answer is forty two.", True) == Verdict(None, False)
 
 
 def test_a8_works_in_threads() -> None:
@@ -545,6 +546,7 @@ def test_the_very_text_of_a_gold_pays(text: str) -> None:
         ("math", r"#### \text{None}", "empty"),
         ("math", r"so it is \boxed{\text{}}", "empty"),
         ("math", "<answer> </answer>", "empty"),
+        ("exact", "<answer> </answer>", "empty"),
         ("gsm8k", r"#### \text{null}", "empty"),
         ("exact", r"\boxed{None}", "empty"),
         ("choice", r"\text{none}", "empty"),
@@ -598,10 +600,46 @@ def test_a_word_that_makes_another_number_of_it_is_no_unit(said: str, value: int
     assert GSM8K(f"#### {said}", str(value), True).reward == 0.0
 
 
-@pytest.mark.parametrize("unit", ["apples", "men", "kg", "square feet", "times", "marbles", "days", "percent", "mph"])
-def test_any_other_word_after_a_number_is_a_unit(unit: str) -> None:
+@pytest.mark.parametrize("letter", ["m", "g", "l", "s", "h", "c", "x", "e", "i", "k"])
+def test_a_letter_after_a_number_is_a_variable(letter: str) -> None:
+    """Also of those that math-verify takes for units."""
+    for said in (f"5 {letter}", f"5{letter}", rf"5\text{{ {letter}}}"):
+        assert MATH(rf"\boxed{{{said}}}", "5", True).reward == 0.0
+        assert MATH(r"\boxed{5}", said, True).reward == 0.0
+        assert GSM8K(f"#### {said}", "5", True) == Verdict(0.0, False)
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["apples", "men", "kg", "square feet", "times", "marbles", "days", "percent", "mph", "degrees Celsius", "inches"],
+)
+def test_a_unit_of_the_list_counts_unless_the_gold_has_another(unit: str) -> None:
     for rule, said in ((MATH, rf"\boxed{{18 {unit}}}"), (GSM8K, f"#### 18 {unit}")):
         assert [rule(said, gold, True).reward for gold in ("18", f"18 {unit}", "18 pears", "19")] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("word", ["widgets", "seventeenths", "zillion", "square", "dollars percent"])
+def test_any_other_word_counts_only_where_the_gold_names_it(word: str) -> None:
+    """What a policy says is no unit because nobody has thought of the word; what the data says is."""
+    assert GSM8K(f"#### 18 {word}", "18", True) == Verdict(0.0, False)
+    assert MATH(rf"\boxed{{18 {word}}}", "18", True).reward == 0.0
+    assert MATH(rf"\boxed{{18 {word}}}", f"18 {word}", True).reward == 1.0
+    assert [rule(said, "18 widgets", True).reward for rule, said in ((GSM8K, "#### 18"), (MATH, "#### 18"))] == [1, 1]
+    assert GSM8K("#### 18 widget", "work\n#### 18 widgets", True).reward == 1.0
+    assert GSM8K("#### 18 dollars", "18 widgets", True) == Verdict(0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "gold", "want"),
+    [
+        *(("The total is 18.", "18", 1), ("So 18 widgets are left.", "18", 1), ("It weighs 18kg.", "18", 1)),
+        *(("I get 18 and that is it", "18", 1), ("It is 3/4.", "3/4", 1), ("It is 3/4.", "4", 0)),
+        *(("It is 1e3", "1000", 1), ("It is 1e3", "3", 0), ("about 5 million", "5", 0), ("about 5k", "5", 0)),
+        *(("so 5!", "5", 0), (r"so 5\pi", "5", 0), ("so 2 x", "2", 0), ("so 2^3 = 2 thirds", "2", 0)),
+    ],
+)
+def test_without_a_marker_the_last_number_of_a_sentence_counts(sentence: str, gold: str, want: int) -> None:
+    assert FLEXIBLE(sentence, gold, True).reward == want
 
 
 def test_the_library_of_formulas_is_loaded_before_the_clock_runs() -> None:
@@ -675,8 +713,8 @@ def hostile_text(draw: random.Random) -> str:
 
 @pytest.mark.usefixtures("own")
 def test_20000_hostile_texts_raise_nothing_and_stay_in_range() -> None:
-    """As responses and, one in four times, as golds."""
-    draw = random.Random(0)
+    """As responses and, one in four times, as golds, in a minute."""
+    draw, started = random.Random(0), time.process_time()
     rules: list[Rule] = [MATH, GSM8K, FLEXIBLE, CHOICE, FORMAT, SUM, EXACT]
     rules.append(build_rule("python:users_own:half", RewardConfig()))
     (own,) = build_rewards(RewardConfig())
@@ -695,3 +733,4 @@ def test_20000_hostile_texts_raise_nothing_and_stay_in_range() -> None:
         assert said is not None and 0.0 <= said <= 1.0
     assert seen[:3] == [{0.0, 1.0, None}] * 3 and seen[7] == {0.5}
     assert all(values <= {0.0, 1.0, None} for values in seen[:7])
+    assert time.process_time() - started < 60.0  # seconds of this process; about 10

@@ -75,7 +75,7 @@ class OwnRule:
         return exact_reward(response, question.answer, finished)
 
 
-_GOLDS: dict[str, Callable[[str], str]] = {
+_GOLDS: dict[str, Callable[[str], object]] = {
     "exact": gold.value_gold,
     "math": gold.final_gold,
     "gsm8k": gold.number_gold,

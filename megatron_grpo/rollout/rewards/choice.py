@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from megatron_grpo.rollout.rewards.extract import extract_answer
-from megatron_grpo.rollout.rewards.gold import choice_gold, is_no_answer
+from megatron_grpo.rollout.rewards.gold import choice_gold, read_gold
 from megatron_grpo.rollout.rewards.number import plain
-from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict, without_stop_text
+from megatron_grpo.rollout.rewards.verdict import UNREADABLE, Verdict, without_stop_text
 
 _LETTER = re.compile(r"[(\[]\s*([A-Za-z])\s*[)\]](?:[\s.:].*)?|([A-Za-z])(?:\s*[).:](?:\s.*)?)?", re.DOTALL)
 _SEVERAL = re.compile(
@@ -21,12 +21,9 @@ def choice_reward(response: str, answer: str, finished: bool) -> Verdict:
     `B`, `b`, `(B)`, `B.`, `B) because`, `**B**`, `\\boxed{\\text{B}}` and `Answer: (B) Paris` all say B; `Both` says
     nothing, and nor does `(A) or (B)`.
     """
-    if is_no_answer(answer):
-        return UNREADABLE
-    try:
-        gold = choice_gold(answer)
-    except ValueError:
-        return UNSCORABLE
+    gold = read_gold(choice_gold, answer)
+    if isinstance(gold, Verdict):
+        return gold
     text = without_stop_text(response)
     said = extract_answer(text, finished=finished)
     if said is None:

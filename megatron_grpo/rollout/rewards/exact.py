@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from megatron_grpo.rollout.rewards.extract import MARKER
-from megatron_grpo.rollout.rewards.gold import is_no_answer, value_gold
+from megatron_grpo.rollout.rewards.gold import read_gold, value_gold
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, Verdict, without_stop_text
 
 
@@ -21,20 +19,13 @@ def chain_sum_reward(response: str, answer: str, finished: bool) -> Verdict:
 def exact_reward(response: str, answer: str, finished: bool) -> Verdict:
     """1 iff the response ended by itself and what follows its last `####`, or all of it, is the answer.
 
-    A gold that is empty, or says so, pays nobody. Space around either is ignored, and a number is written without `$`,
-    commas and a final dot (`gold.value_gold`).
-    Numbers are not compared by value otherwise (that is `math`).
+    Space around either is ignored, and a number is written without `$`, commas and a final dot (`gold.value_gold`).
+    Numbers are not compared by value otherwise (that is `math`). An empty gold pays nobody, prose scores nobody.
     """
+    gold = read_gold(value_gold, answer)
+    if isinstance(gold, Verdict):
+        return gold
     said = without_stop_text(response).rsplit(MARKER, 1)[-1].strip()
-    if not finished or not said or is_no_answer(answer):
+    if not finished or not said:
         return UNREADABLE
-    gold = _as_a_gold(answer) or answer.strip()
-    return Verdict(float(bool(gold) and gold in (said, _as_a_gold(said))), True)
-
-
-@lru_cache(maxsize=1024)
-def _as_a_gold(said: str) -> str | None:
-    try:
-        return value_gold(said)
-    except ValueError:
-        return None
+    return Verdict(float(gold in (said, read_gold(value_gold, said))), True)

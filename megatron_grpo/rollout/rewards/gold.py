@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TypeVar
 
-from megatron_grpo.rollout.rewards.extract import MARKER, extract_answer, last_boxed
-from megatron_grpo.rollout.rewards.number import DASHES, parse_quantity, plain
+from megatron_grpo.rollout.rewards.extract import MARKER, extract_answer
+from megatron_grpo.rollout.rewards.number import DASHES, Quantity, parse_gold, plain
+from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict
+
+T = TypeVar("T")
 
 _NO_ANSWER = {"", "none", "null", "nan"}
 
@@ -17,19 +23,28 @@ _PROSE = re.compile(r"[^\W\d_]{2,}[\s:,;]+[^\W\d_]{2,}")
 _CHOICE = re.compile(r"[(\[]?([A-Za-z])[)\].]?")
 
 
-def is_no_answer(text: str) -> bool:
-    """Whether a gold, or the box in it, holds nothing or a word for it (`None`, `\\text{null}`): it pays nobody."""
-    inside = last_boxed(text)
-    return plain(text if inside is None else inside).lower() in _NO_ANSWER
+class EmptyGold(ValueError):
+    """There is no answer at all, however it is dressed."""
 
 
+def read_gold(read: Callable[[str], T], answer: str) -> T | Verdict:
+    """The gold as ``read`` gives it; else the verdict on any response: 0 for an empty one, no score for a bad one."""
+    try:
+        return read(answer)
+    except EmptyGold:
+        return UNREADABLE
+    except ValueError:
+        return UNSCORABLE
+
+
+@lru_cache(maxsize=1024)
 def final_gold(answer: str) -> str:
     """What `math` compares: the final answer that :func:`extract_answer` finds, else all of it. Raises as
     :func:`value_gold` does, of what is found."""
-    found = extract_answer(answer, finished=True)
-    return value_gold(answer if found is None else found)
+    return value_gold(_final(answer))
 
 
+@lru_cache(maxsize=1024)  # a group of responses asks for one again and again
 def value_gold(answer: str) -> str:
     """What follows the last `####`, or all; a number loses `$`, commas and a final dot.
 
@@ -40,7 +55,7 @@ def value_gold(answer: str) -> str:
     number = _SIGN_SPACE.sub(r"\1", gold.replace("$", "").strip())
     if _NUMBER.fullmatch(number) and any(character.isdigit() for character in number):
         return number.replace(",", "").removesuffix(".").removeprefix("+")
-    is_prose = _PROSE.search(_LATEX_COMMAND.sub(" ", gold)) and parse_quantity(plain(gold)) is None
+    is_prose = _PROSE.search(_LATEX_COMMAND.sub(" ", gold)) and parse_gold(plain(gold)) is None
     if "\n" in gold or is_prose:
         raise ValueError(
             f"its answer {_shown(gold)} is prose, not a value (write a value, or end a solution in '#### value')"
@@ -60,12 +75,14 @@ def _balanced(text: str) -> bool:
     return depth == 0
 
 
-def number_gold(answer: str) -> str:
+@lru_cache(maxsize=1024)
+def number_gold(answer: str) -> Quantity:
     """A value that is a number, with a unit or not; raises ValueError for any other."""
     gold = value_gold(answer)
-    if parse_quantity(plain(gold)) is None:
+    quantity = parse_gold(plain(gold))
+    if quantity is None:
         raise ValueError(f"its answer {_shown(gold)} is not a number (reward.kind=gsm8k compares numbers)")
-    return gold
+    return quantity
 
 
 def choice_gold(answer: str) -> str:
@@ -77,9 +94,14 @@ def choice_gold(answer: str) -> str:
     return match[1].upper()
 
 
+def _final(answer: str) -> str:
+    found = extract_answer(answer, finished=True)
+    return answer.strip() if found is None else found
+
+
 def _not_empty(gold: str) -> str:
-    if is_no_answer(gold):
-        raise ValueError(f"its answer is empty ({gold!r})")
+    if plain(_final(gold)).lower() in _NO_ANSWER:
+        raise EmptyGold(f"its answer is empty ({gold!r})")
     return gold
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 
 from megatron_grpo.rollout.rewards.extract import MARKER, after_marker
-from megatron_grpo.rollout.rewards.gold import is_no_answer, number_gold
-from megatron_grpo.rollout.rewards.number import Quantity, parse_quantity, plain
-from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict, without_stop_text
+from megatron_grpo.rollout.rewards.gold import number_gold, read_gold
+from megatron_grpo.rollout.rewards.number import parse_quantity, plain
+from megatron_grpo.rollout.rewards.units import changes_a_number
+from megatron_grpo.rollout.rewards.verdict import UNREADABLE, Verdict, without_stop_text
 
-_LAST_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+")
+_NUMBER = re.compile(
+    r"(-?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+|[eE][+-]?\d{1,2}(?!\w))?)"
+    r"(\\?[^\W\d_]+|[!^]|\s+[^\W\d_]+)?"
+)
+"""A number wherever it stands, and the word that follows or touches it."""
 
 
 def gsm8k_reward(response: str, answer: str, finished: bool) -> Verdict:
@@ -20,28 +24,24 @@ def gsm8k_reward(response: str, answer: str, finished: bool) -> Verdict:
 
 
 def flexible_gsm8k_reward(response: str, answer: str, finished: bool) -> Verdict:
-    """As :func:`gsm8k_reward`, but without a marker the last number of a finished text counts."""
+    """As :func:`gsm8k_reward`, but without a marker the last number of a finished text counts.
+
+    What follows it is a sentence's: any word but those that make another number of it (`5 million`, `5k`, `2 x`).
+    """
     text = without_stop_text(response)
     if MARKER in text or not finished:
         return _compare(after_marker(text, finished=finished), answer)
-    numbers = _LAST_NUMBER.findall(text)
-    return _compare(numbers[-1] if numbers else None, answer)
+    numbers = _NUMBER.findall(text)
+    if not numbers or changes_a_number(numbers[-1][1]):
+        return _compare(None, answer)
+    return _compare(numbers[-1][0], answer)
 
 
 def _compare(said: str | None, answer: str) -> Verdict:
-    if is_no_answer(answer):
-        return UNREADABLE
-    gold = _gold(answer)
-    if gold is None:
-        return UNSCORABLE
+    gold = read_gold(number_gold, answer)
+    if isinstance(gold, Verdict):
+        return gold
     quantity = None if said is None else parse_quantity(plain(said))
-    return UNREADABLE if quantity is None else Verdict(float(gold.agrees_with(quantity)), True)
-
-
-@lru_cache(maxsize=1024)
-def _gold(answer: str) -> Quantity | None:
-    """The gold number, of which a group of responses asks again and again."""
-    try:
-        return parse_quantity(plain(number_gold(answer)))
-    except ValueError:
-        return None
+    if quantity is None or not gold.reads(quantity):
+        return UNREADABLE
+    return Verdict(float(gold.agrees_with(quantity)), True)

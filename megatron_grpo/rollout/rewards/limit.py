@@ -79,9 +79,9 @@ class LimitedFunction:
 
     def start(self) -> None:
         """Start the child, if it is not running. Raises ValueError, in words, when `target` cannot be imported, and
-        TimeoutError when that takes longer than `START_LIMIT_S`."""
+        TimeoutError when that takes longer than `START_LIMIT_S` or than the patience."""
         with self._lock:
-            self._started(START_LIMIT_S)
+            self._started(START_LIMIT_S if self._patience is None else min(START_LIMIT_S, self._patience.left))
 
     def __call__(self, *args: Any) -> Outcome:
         """What `target(*args)` returns, as JSON knows it. Never raises on what the function does."""

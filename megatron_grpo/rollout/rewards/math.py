@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 
 from megatron_grpo.rollout.rewards.extract import LONGEST_ANSWER, extract_answer
-from megatron_grpo.rollout.rewards.gold import final_gold, is_no_answer
+from megatron_grpo.rollout.rewards.gold import final_gold, read_gold
 from megatron_grpo.rollout.rewards.limit import LimitedFunction, Patience
-from megatron_grpo.rollout.rewards.number import parse_quantity, plain
+from megatron_grpo.rollout.rewards.number import parse_gold, parse_quantity, plain
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict, without_stop_text
 
 FORMULAS = "megatron_grpo.rollout.rewards.formulas:formulas_equal"
@@ -43,20 +43,16 @@ class MathReward:
 
     def __call__(self, response: str, answer: str, finished: bool) -> Verdict:
         """The verdict on one response; any text is answered, none raises."""
+        gold = read_gold(final_gold, answer)
+        if isinstance(gold, Verdict):
+            return gold
         said = extract_answer(without_stop_text(response), finished=finished)
-        found = extract_answer(answer, finished=True)
-        if is_no_answer(answer if found is None else found):
-            return UNREADABLE if said is None else Verdict(0.0, _is_readable(said))
-        try:
-            gold = final_gold(answer)
-        except ValueError:
-            return UNSCORABLE
         if said is None or not _is_readable(said):
             return UNREADABLE
         return self._compare(plain(gold), plain(said))
 
     def _compare(self, gold: str, said: str) -> Verdict:
-        gold_quantity, said_quantity = parse_quantity(gold), parse_quantity(said)
+        gold_quantity, said_quantity = parse_gold(gold), parse_quantity(said)
         if gold_quantity is not None and said_quantity is not None:
             return Verdict(float(gold_quantity.agrees_with(said_quantity)), True)
         if _squeezed(gold) == _squeezed(said):

@@ -43,6 +43,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "anchor": {"enabled": True, "cadence": 2, "delay": 2},
         "merger": {"kind": "signed_ema"},
     },
+    "send_once_coded": {
+        "boundary": LOWRANK | {"send_once": "reuse", "dense_every": 3},
+        "rollout": {"path": "codec"},
+        "anchor": {"enabled": True, "cadence": 2, "delay": 0},
+    },
     "dense_every": {"boundary": LOWRANK | {"dense_every": 3}, "grpo": {"kl_coef": 0.01}},
 }
 

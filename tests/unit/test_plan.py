@@ -231,6 +231,23 @@ def test_kept_rows_by_hand() -> None:
     assert kept("rollout.path=auto") == (3 * 2 * float32, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "passes"),
+    [
+        ([], {}),
+        (["boundary.links=[pipeline,tensor]", "parallel.tensor=2"], {(True, 0): 1.0}),
+        (["rollout.path=codec", "boundary.dense_every=4"], {(False, 192): 0.25}),
+        (["rollout.path=codec", "boundary.commit=tick"], {(True, 0): 2.0}),
+    ],
+    ids=["one policy", "tensor link", "dense ticks", "basis inside a step"],
+)
+def test_old_log_probs_where_rows_are_sent_once(overrides: list[str], passes: dict[tuple[bool, float], float]) -> None:
+    """Of two ticks a step: coded or not, bytes of a row of 96 numbers, and how many."""
+    config = load_config(EXAMPLE, ["boundary.send_once=reuse", *overrides])
+    found = [part for part in training_passes(config, 96) if part.kind == "old log-probs"]
+    assert {(part.coded, part.forward): part.count for part in found} == passes
+
+
 def test_memory_goes_to_the_host_where_the_file_says_so(tmp_path: Path) -> None:
     """ZeRO 3 over 4 ranks: shards of weights; the optimizer's 12 bytes and two of float32 gradients are the host's."""
     file = tmp_path / "offload.json"

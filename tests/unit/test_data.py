@@ -147,8 +147,7 @@ def test_jsonl_keys_numbers_blank_lines_and_line_separators(write: Write) -> Non
         ('{"question": "q", "answer": NaN}', "NaN"),
         ({"question": "q", "answer": "work ####  "}, "empty"),
         ({"question": "q", "answer": "None"}, "empty"),
-        ({"question": "q", "answer": "3 * 60 = 180, so the answer is: 180"}, "prose"),
-        ({"question": "q", "answer": "Answer is forty two."}, "prose"),
+        ({"question": "q", "answer": "3 * 60 = 180,\nso the answer is: 180"}, "prose"),
         ({"question": "q", "answer": "#### 4\n5"}, "prose"),
     ],
 )
@@ -156,6 +155,20 @@ def test_a7_bad_rows_are_named_by_number(write: Write, row: object, why: str) ->
     path = write(*_rows(2), row, *_rows(1))
     with pytest.raises(ConfigError, match=rf"train\.jsonl line 3: .*({why}).*; fix or remove the line"):
         build_task(DataConfig(task="jsonl", path=path, val_size=1), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [
+        ("math", "Answer is forty two."),
+        ("gsm8k", "Answer is forty two."),
+        ("gsm8k", "3 * 60 = 180, so the answer is: 180"),
+    ],
+)
+def test_a7_prose_is_refused_where_values_are_compared(write: Write, kind: str, answer: str) -> None:
+    data = DataConfig(task="jsonl", path=write(*_rows(2), {"question": "q", "answer": answer}), val_size=1)
+    with pytest.raises(ConfigError, match=r"train\.jsonl line 3: .*prose.*; fix or remove the line"):
+        build(data, 0, Reading(gold_check(RewardConfig(kind=kind))))
 
 
 def test_jsonl_files_that_cannot_be_used(write: Write, tmp_path: Path) -> None:

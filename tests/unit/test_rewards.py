@@ -26,6 +26,7 @@ GSM8K = build_rule("gsm8k", RewardConfig())
 FLEXIBLE = build_rule("gsm8k", RewardConfig(flexible=True))
 CHOICE = build_rule("choice", RewardConfig())
 FORMAT = build_rule("format", RewardConfig())
+OWN_RULES = (MATH, GSM8K, FLEXIBLE, CHOICE, FORMAT)
 
 
 def questions(answers: list[str], task: str = "jsonl") -> list[Problem]:
@@ -216,7 +217,7 @@ def test_a6_wrong_gold_pays_nobody_and_unreadable_gold_scores_nobody() -> None:
         assert MATH(response, "Answer is forty two.", True) == Verdict(None, False)
         assert GSM8K(response, "Answer is forty two.", True) == Verdict(None, False)
         assert CHOICE(response, "Answer is forty two.", True) == Verdict(None, False)
-        assert EXACT(response, "Answer is forty two.", True) == Verdict(None, False)
+        assert EXACT(response, "Answer is\nforty two.", True) == Verdict(None, False)
 
 
 def test_a8_works_in_threads() -> None:
@@ -328,6 +329,17 @@ def test_exact_on_jsonl_compares_text() -> None:
     assert EXACT("reason\n#### 18", "18", True) == Verdict(1.0, True)
     assert EXACT(" 18\n", "18", True) == Verdict(1.0, True)
     assert EXACT("#### 18.0", "18", True) == Verdict(0.0, True)
+
+
+@pytest.mark.parametrize("text", ["New York", "no solution", "Paris, France", "Answer is forty two."])
+def test_exact_on_rows_compares_one_line_of_any_text(text: str) -> None:
+    gold_check(RewardConfig(kind="exact"))("jsonl", f"work\n#### {text}")
+    assert [EXACT(said, text, True).reward for said in (text, f"so\n#### {text} ", text.lower() + "x")] == [1, 1, 0]
+    for answer in (f"{text}\nor so", text * 30):
+        with pytest.raises(ValueError, match="prose"):
+            gold_check(RewardConfig(kind="exact"))("jsonl", answer)
+    with pytest.raises(ValueError, match="prose"):
+        gold_check(RewardConfig(kind="math"))("jsonl", text)
 
 
 def test_exact_is_the_own_rule_of_each_problems_task() -> None:
@@ -652,6 +664,30 @@ def test_extraction_takes_the_last_answer() -> None:
     assert extract_answer(r"\boxed{a{b}c} \boxed{d", finished=True) == "a{b}c"
     assert extract_answer(r"#### \boxed{5}", finished=True) == "5"
     assert extract_answer("nothing", finished=True) is None
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *("A", "\u4e2d", "\n", " ", "7", "1,", "-", "{", "}", "####", "\\boxed{", "\\text{", "<answer>", "</answer>"),
+        *("</s>", "<|im_end|>", "<|", "Answer:", "answer ", "answer is ", "<think>"),
+    ],
+)
+def test_long_runs_take_linear_time(unit: str) -> None:
+    """100,000 characters, alone, before and after something: a rule that is quadratic takes many seconds."""
+    run = unit * (100_000 // len(unit))
+    for rule, gold in [(rule, "B" if rule is CHOICE else "18") for rule in (*OWN_RULES, SUM, EXACT)]:
+        for response in (run, run + "x", "#### 19" + run + "x"):
+            started = time.process_time()
+            verdict = rule(response, gold, True)
+            assert time.process_time() - started < 0.5
+            assert verdict.reward == 0.0
+
+
+def test_the_last_closed_box_counts_up_to_its_longest() -> None:
+    assert extract_answer(r"\boxed{1} \boxed{" + "x" * 200 + "}", finished=True) == "x" * 200
+    assert extract_answer(r"\boxed{1} \boxed{" + "x" * 201 + "}", finished=True) == "1"
+    assert extract_answer(r"} \boxed{a \fbox {b{c}} d} \boxed{e", finished=True) == "b{c}"
 
 
 FRAGMENTS = (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeVar
 
-from megatron_grpo.rollout.rewards.extract import MARKER, extract_answer
+from megatron_grpo.rollout.rewards.extract import LONGEST_ANSWER, MARKER, extract_answer
 from megatron_grpo.rollout.rewards.number import DASHES, Quantity, parse_gold, plain
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict
 
@@ -19,7 +19,7 @@ _SIGN_SPACE = re.compile(r"^([+-])\s+")
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?")
 _LATEX_COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _EMPTY_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s*(?:\{\s*\})?(?!\s*\{)|\\(?:left|right|frac)(?![A-Za-z])")
-_PROSE = re.compile(r"[^\W\d_]{2,}[\s:,;]+[^\W\d_]{2,}")
+_PROSE = re.compile(r"(?<![^\W\d_])[^\W\d_]{2,}[\s:,;]+[^\W\d_]{2,}")
 _CHOICE = re.compile(r"[(\[]?([A-Za-z])[)\].]?")
 
 
@@ -46,15 +46,11 @@ def final_gold(answer: str) -> str:
 
 @lru_cache(maxsize=1024)  # a group of responses asks for one again and again
 def value_gold(answer: str) -> str:
-    """What follows the last `####`, or all; a number loses `$`, commas and a final dot.
+    """What follows the last `####`, or all, as :func:`normal` writes it: a number, an expression, a LaTeX term, a word.
 
-    Anything else is kept as it is (an expression, a LaTeX term, one word). Raises ValueError when nothing is
-    left, or when what is left is several lines or prose, which no reward could compare.
+    Raises ValueError when nothing is left, or when what is left is several lines or prose, which has no value.
     """
-    gold = _not_empty(answer.rsplit(MARKER, 1)[-1].strip()).translate(DASHES)
-    number = _SIGN_SPACE.sub(r"\1", gold.replace("$", "").strip())
-    if _NUMBER.fullmatch(number) and any(character.isdigit() for character in number):
-        return number.replace(",", "").removesuffix(".").removeprefix("+")
+    gold = normal(_not_empty(answer.rsplit(MARKER, 1)[-1].strip()))
     is_prose = _PROSE.search(_LATEX_COMMAND.sub(" ", gold)) and parse_gold(plain(gold)) is None
     if "\n" in gold or is_prose:
         raise ValueError(
@@ -63,6 +59,22 @@ def value_gold(answer: str) -> str:
     if not any(character.isalnum() for character in _EMPTY_TEXT.sub("", gold)) or not _balanced(gold):
         raise ValueError(f"its answer {_shown(gold)} cannot be read as a value")
     return gold
+
+
+@lru_cache(maxsize=1024)
+def text_gold(answer: str) -> str:
+    """What `exact` compares: as :func:`value_gold`, but one line of `LONGEST_ANSWER` characters may be any text."""
+    gold = normal(_not_empty(answer.rsplit(MARKER, 1)[-1].strip()))
+    return gold if "\n" not in gold and len(gold) <= LONGEST_ANSWER else value_gold(answer)
+
+
+def normal(text: str) -> str:
+    """A number without `$`, commas, a plus and a final dot; any other text as it is, but for dashes. In linear time."""
+    text = text.translate(DASHES)
+    number = _SIGN_SPACE.sub(r"\1", text.replace("$", "").strip())
+    if _NUMBER.fullmatch(number) and any(character.isdigit() for character in number):
+        return number.replace(",", "").removesuffix(".").removeprefix("+")
+    return text
 
 
 def _balanced(text: str) -> bool:

@@ -10,7 +10,7 @@ from megatron_grpo.rollout.rewards.units import is_golds_unit, is_unit, singular
 
 DASHES = str.maketrans({"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{FULLWIDTH HYPHEN-MINUS}": "-"})
 _DECORATION = re.compile(r"\\(?:left|right|displaystyle|,|;|!|:| )|\\?\$|\*\*|~|\\?%")
-_DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\N{DEGREE SIGN}")
+_DEGREES = re.compile(r"(?<!\s)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\N{DEGREE SIGN}")
 _SUBSCRIPT = re.compile(r"_\{(\w+)\}")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _NAME = re.compile(r"^[A-Za-z]\w{0,20}\s*=\s*(?=[^=])")

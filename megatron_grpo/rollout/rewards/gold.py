@@ -51,7 +51,7 @@ def value_gold(answer: str) -> str:
     Raises ValueError when nothing is left, or when what is left is several lines or prose, which has no value.
     """
     gold = normal(_not_empty(answer.rsplit(MARKER, 1)[-1].strip()))
-    is_prose = _PROSE.search(_LATEX_COMMAND.sub(" ", gold)) and parse_gold(plain(gold)) is None
+    is_prose = _PROSE.search(_LATEX_COMMAND.sub(" ", gold)) and parse_gold(gold) is None
     if "\n" in gold or is_prose:
         raise ValueError(
             f"its answer {_shown(gold)} is prose, not a value (write a value, or end a solution in '#### value')"
@@ -91,7 +91,7 @@ def _balanced(text: str) -> bool:
 def number_gold(answer: str) -> Quantity:
     """A value that is a number, with a unit or not; raises ValueError for any other."""
     gold = value_gold(answer)
-    quantity = parse_gold(plain(gold))
+    quantity = parse_gold(gold)
     if quantity is None:
         raise ValueError(f"its answer {_shown(gold)} is not a number (reward.kind=gsm8k compares numbers)")
     return quantity

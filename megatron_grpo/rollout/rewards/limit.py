@@ -29,8 +29,8 @@ GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call came to: `value`, or why there is none: `late`; `untried` (patience left it no time, or less than its
-    own limit, in which it did not end); or the error's text."""
+    """What a call came to: `value`, or why there is none: `late`; `untried` (its process did not start, or patience
+    left it no time, or less than its own limit, in which it did not end); or the text of the function's own error."""
 
     value: Any = None
     late: bool = False
@@ -98,10 +98,8 @@ class LimitedFunction:
             return Outcome(untried=True)
         try:
             child = self._started(start_s)
-        except TimeoutError as error:
-            return Outcome(error=str(error)) if deadline is None else Outcome(untried=True)
-        except ValueError as error:
-            return Outcome(error=str(error))
+        except (OSError, ValueError):  # TimeoutError is an OSError, as is what a machine without memory says
+            return Outcome(untried=True)
         limit_s = self._limit_s if deadline is None else min(self._limit_s, max(0.001, deadline - time.monotonic()))
         outcome = self._called(child, args, limit_s)
         return Outcome(untried=True) if outcome.late and limit_s < self._limit_s else outcome

@@ -4,6 +4,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -290,9 +291,10 @@ def _read(data: DataConfig) -> list[tuple[str, str]]:
     return [(problems[number].prompt, value_gold(problems[number].answer)) for number in sorted(problems)]
 
 
+@pytest.mark.needs("pyarrow")
 def test_parquet_files(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra; `make setup` installs it")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra; `make setup` installs it")
+    pyarrow = import_module("pyarrow")
+    parquet = import_module("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table(TABLE), path)
     data = DataConfig(task="parquet", path=str(path), val_size=1)
@@ -307,9 +309,10 @@ def test_parquet_files(tmp_path: Path) -> None:
         build_task(data, seed=0)
 
 
+@pytest.mark.needs("datasets")
 def test_saved_datasets_and_their_splits(tmp_path: Path) -> None:
     """What the package datasets writes: one dataset in two shards, and a dict of splits."""
-    datasets = pytest.importorskip("datasets", reason="datasets comes with trl; `make setup` installs it")
+    datasets = import_module("datasets")
     whole = datasets.Dataset.from_dict(TABLE)
     whole.save_to_disk(tmp_path / "one", num_shards=2)
     one = DataConfig(task="folder", path=str(tmp_path / "one"), val_size=1)
@@ -323,9 +326,10 @@ def test_saved_datasets_and_their_splits(tmp_path: Path) -> None:
         build_task(two.model_copy(update={"split": "dev"}), seed=0)
 
 
+@pytest.mark.needs("pyarrow")
 def test_folders_of_parquet_files(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra; `make setup` installs it")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra; `make setup` installs it")
+    pyarrow = import_module("pyarrow")
+    parquet = import_module("pyarrow.parquet")
     table = pyarrow.table(TABLE)
     hub = tmp_path / "hub"
     (hub / "main").mkdir(parents=True)
@@ -364,8 +368,9 @@ def test_without_pyarrow_a_sentence_says_what_to_install(tmp_path: Path, monkeyp
         build_task(DataConfig(task="reasoning_gym:x"), seed=0)
 
 
+@pytest.mark.needs("reasoning_gym")
 def test_reasoning_gym_streams_and_its_own_rules() -> None:
-    gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is an extra; `make setup` installs it")
+    gym = import_module("reasoning_gym")
     data = DataConfig(task="reasoning_gym:spell_backward", options={"min_word_len": 3, "max_word_len": 4}, val_size=20)
     task, other = build_task(data, seed=1), build_task(data, seed=2)
     stream = [task.train_problem(i) for i in range(1200)]
@@ -387,9 +392,9 @@ def test_reasoning_gym_streams_and_its_own_rules() -> None:
             assert own.score(response, problem, True).reward == pytest.approx(scorer(said, problem.entry))
 
 
+@pytest.mark.needs("reasoning_gym")
 def test_no_model_text_is_run_by_reasoning_gyms_rules(tmp_path: Path) -> None:
     """Case A10: some of its rules read answers with eval; n_queens and spiral_matrix do."""
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is an extra; `make setup` installs it")
     trace = tmp_path / "x"
     (own,) = build_rewards(RewardConfig(time_limit=2.0))
     hostile = [
@@ -417,8 +422,8 @@ def test_no_model_text_is_run_by_reasoning_gyms_rules(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
+@pytest.mark.needs("reasoning_gym")
 def test_what_reasoning_gym_does_not_have() -> None:
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is an extra; `make setup` installs it")
     with pytest.raises(ConfigError, match=r"reasoning_gym:leg_countin: is not a task .* such as leg_counting"):
         build_task(DataConfig(task="reasoning_gym:leg_countin"), seed=0)
     with pytest.raises(

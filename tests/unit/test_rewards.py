@@ -829,6 +829,7 @@ def hostile_text(draw: random.Random) -> str:
     return "".join(parts)
 
 
+@pytest.mark.needs("reasoning_gym")
 @pytest.mark.usefixtures("own")
 def test_20000_hostile_texts_raise_nothing_and_stay_in_range() -> None:
     """As responses and, one in four times, as golds, in a minute."""

@@ -4,6 +4,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,7 @@ def test_jsonl_keys_numbers_blank_lines_and_line_separators(write: Write) -> Non
         ('{"question": "q", "answer": NaN}', "NaN"),
         ({"question": "q", "answer": "work ####  "}, "empty"),
         ({"question": "q", "answer": "None"}, "empty"),
-        ({"question": "q", "answer": "3 * 60 = 180, so the answer is: 180"}, "prose"),
-        ({"question": "q", "answer": "Answer is forty two."}, "prose"),
+        ({"question": "q", "answer": "3 * 60 = 180,\nso the answer is: 180"}, "prose"),
         ({"question": "q", "answer": "#### 4\n5"}, "prose"),
     ],
 )
@@ -166,6 +166,20 @@ def test_a7_bad_rows_are_named_by_number(write: Write, row: object, why: str) ->
     path = write(*_rows(2), row, *_rows(1))
     with pytest.raises(ConfigError, match=rf"train\.jsonl line 3: .*({why}).*; fix or remove the line"):
         build_task(DataConfig(task="jsonl", path=path, val_size=1), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [
+        ("math", "Answer is forty two."),
+        ("gsm8k", "Answer is forty two."),
+        ("gsm8k", "3 * 60 = 180, so the answer is: 180"),
+    ],
+)
+def test_a7_prose_is_refused_where_values_are_compared(write: Write, kind: str, answer: str) -> None:
+    data = DataConfig(task="jsonl", path=write(*_rows(2), {"question": "q", "answer": answer}), val_size=1)
+    with pytest.raises(ConfigError, match=r"train\.jsonl line 3: .*prose.*; fix or remove the line"):
+        build(data, 0, Reading(gold_check(RewardConfig(kind=kind))))
 
 
 def test_jsonl_files_that_cannot_be_used(write: Write, tmp_path: Path) -> None:
@@ -287,9 +301,10 @@ def _read(data: DataConfig) -> list[tuple[str, str]]:
     return [(problems[number].prompt, value_gold(problems[number].answer)) for number in sorted(problems)]
 
 
+@pytest.mark.needs("pyarrow")
 def test_parquet_files(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra; `make setup` installs it")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra; `make setup` installs it")
+    pyarrow = import_module("pyarrow")
+    parquet = import_module("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table(TABLE), path)
     data = DataConfig(task="parquet", path=str(path), val_size=1)
@@ -304,9 +319,10 @@ def test_parquet_files(tmp_path: Path) -> None:
         build_task(data, seed=0)
 
 
+@pytest.mark.needs("datasets")
 def test_saved_datasets_and_their_splits(tmp_path: Path) -> None:
     """What the package datasets writes: one dataset in two shards, and a dict of splits."""
-    datasets = pytest.importorskip("datasets", reason="datasets comes with trl; `make setup` installs it")
+    datasets = import_module("datasets")
     whole = datasets.Dataset.from_dict(TABLE)
     whole.save_to_disk(tmp_path / "one", num_shards=2)
     one = DataConfig(task="folder", path=str(tmp_path / "one"), val_size=1)
@@ -320,9 +336,10 @@ def test_saved_datasets_and_their_splits(tmp_path: Path) -> None:
         build_task(two.model_copy(update={"split": "dev"}), seed=0)
 
 
+@pytest.mark.needs("pyarrow")
 def test_folders_of_parquet_files(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra; `make setup` installs it")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra; `make setup` installs it")
+    pyarrow = import_module("pyarrow")
+    parquet = import_module("pyarrow.parquet")
     table = pyarrow.table(TABLE)
     hub = tmp_path / "hub"
     (hub / "main").mkdir(parents=True)
@@ -361,8 +378,9 @@ def test_without_pyarrow_a_sentence_says_what_to_install(tmp_path: Path, monkeyp
         build_task(DataConfig(task="reasoning_gym:x"), seed=0)
 
 
+@pytest.mark.needs("reasoning_gym")
 def test_reasoning_gym_streams_and_its_own_rules() -> None:
-    gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is an extra; `make setup` installs it")
+    gym = import_module("reasoning_gym")
     data = DataConfig(task="reasoning_gym:spell_backward", options={"min_word_len": 3, "max_word_len": 4}, val_size=20)
     task, other = build_task(data, seed=1), build_task(data, seed=2)
     stream = [task.train_problem(i) for i in range(1200)]
@@ -384,9 +402,9 @@ def test_reasoning_gym_streams_and_its_own_rules() -> None:
             assert own.score(response, problem, True).reward == pytest.approx(scorer(said, problem.entry))
 
 
+@pytest.mark.needs("reasoning_gym")
 def test_no_model_text_is_run_by_reasoning_gyms_rules(tmp_path: Path) -> None:
     """Case A10: some of its rules read answers with eval; n_queens and spiral_matrix do."""
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is an extra; `make setup` installs it")
     trace = tmp_path / "x"
     (own,) = build_rewards(RewardConfig(time_limit=2.0))
     hostile = [
@@ -414,8 +432,8 @@ def test_no_model_text_is_run_by_reasoning_gyms_rules(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
+@pytest.mark.needs("reasoning_gym")
 def test_what_reasoning_gym_does_not_have() -> None:
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is an extra; `make setup` installs it")
     with pytest.raises(ConfigError, match=r"reasoning_gym:leg_countin: is not a task .* such as leg_counting"):
         build_task(DataConfig(task="reasoning_gym:leg_countin"), seed=0)
     with pytest.raises(

@@ -17,9 +17,7 @@ from megatron_grpo.ops.advantages import group_advantages, overlong_penalty, wei
 from megatron_grpo.ops.grpo import aggregate, importance_weight, kl_estimate
 from megatron_grpo.training.loss import build_objective
 
-pytest.importorskip("trl", reason="trl is the peer; `make setup` installs it")
-from trl import GRPOTrainer  # after the check
-from trl.rewards import get_soft_overlong_punishment
+pytestmark = pytest.mark.needs("trl")
 
 B, P, R, GROUP = 12, 3, 9, 4
 LENGTHS = [9, 1, 4, 7, 2, 9, 5, 3, 8, 6, 1, 9]
@@ -89,6 +87,8 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 def trl_loss(tensors: dict[str, torch.Tensor], **settings: Any) -> tuple[float, torch.Tensor]:
     """TRL's loss and its gradient at the log-probs."""
+    from trl import GRPOTrainer
+
     logp_BR, mask_BR = tensors["logp"].clone().requires_grad_(), tensors["mask"]
     inputs = {
         "prompt_ids": torch.ones(B, P, dtype=torch.long),
@@ -151,6 +151,8 @@ def test_losses_and_their_gradients_are_trls(
 
 def trl_rollout(tensors: dict[str, torch.Tensor], score_BK: torch.Tensor, **settings: Any) -> dict[str, torch.Tensor]:
     """What TRL makes of sampled sequences with these scores: advantages, importance ratios."""
+    from trl import GRPOTrainer
+
     weights = settings.pop("weights", [1.0] * score_BK.shape[1])
     made = trainer(
         tensors["old"],
@@ -216,6 +218,8 @@ def test_importance_weights_are_trls(tensors: dict[str, torch.Tensor], how: str)
 
 
 def test_overlong_penalties_are_trls() -> None:
+    from trl.rewards import get_soft_overlong_punishment
+
     want = get_soft_overlong_punishment(100, 20)([[1] * length for length in range(1, 130)])
     got = overlong_penalty(torch.arange(1, 130), limit=100, buffer=20).tolist()
     assert got == pytest.approx(want, abs=1e-6)

@@ -26,6 +26,7 @@ GSM8K = build_rule("gsm8k", RewardConfig())
 FLEXIBLE = build_rule("gsm8k", RewardConfig(flexible=True))
 CHOICE = build_rule("choice", RewardConfig())
 FORMAT = build_rule("format", RewardConfig())
+OWN_RULES = (MATH, GSM8K, FLEXIBLE, CHOICE, FORMAT)
 
 
 def questions(answers: list[str], task: str = "jsonl") -> list[Problem]:
@@ -148,8 +149,6 @@ def test_a3_answers_after_the_word(response: str, gold: str) -> None:
         ("42 or 43", "42", 0),
         ("42x", "42", 0),
         ("42xy", "42ab", 0),
-        ("Yes", "yes", 1),
-        (r"\sin x", r"\SIN x", 0),
         ("$42$", "42", 1),
         ("3/4", r"\frac{3}{4}", 1),
         ("0.5", r"\frac{1}{2}", 1),
@@ -218,7 +217,7 @@ def test_a6_wrong_gold_pays_nobody_and_unreadable_gold_scores_nobody() -> None:
         assert MATH(response, "Answer is forty two.", True) == Verdict(None, False)
         assert GSM8K(response, "Answer is forty two.", True) == Verdict(None, False)
         assert CHOICE(response, "Answer is forty two.", True) == Verdict(None, False)
-        assert EXACT(response, "Answer is forty two.", True) == Verdict(None, False)
+        assert EXACT(response, "Answer is\nforty two.", True) == Verdict(None, False)
 
 
 def test_a8_works_in_threads() -> None:
@@ -332,6 +331,17 @@ def test_exact_on_jsonl_compares_text() -> None:
     assert EXACT("#### 18.0", "18", True) == Verdict(0.0, True)
 
 
+@pytest.mark.parametrize("text", ["New York", "no solution", "Paris, France", "Answer is forty two."])
+def test_exact_on_rows_compares_one_line_of_any_text(text: str) -> None:
+    gold_check(RewardConfig(kind="exact"))("jsonl", f"work\n#### {text}")
+    assert [EXACT(said, text, True).reward for said in (text, f"so\n#### {text} ", text.lower() + "x")] == [1, 1, 0]
+    for answer in (f"{text}\nor so", text * 30):
+        with pytest.raises(ValueError, match="prose"):
+            gold_check(RewardConfig(kind="exact"))("jsonl", answer)
+    with pytest.raises(ValueError, match="prose"):
+        gold_check(RewardConfig(kind="math"))("jsonl", text)
+
+
 def test_exact_is_the_own_rule_of_each_problems_task() -> None:
     (own,) = build_rewards(RewardConfig())
     assert (own.name, own.weight) == ("exact", 1.0)
@@ -354,8 +364,13 @@ def test_exact_is_the_own_rule_of_each_problems_task() -> None:
         ("Answer: B: Paris", 1),
         ("#### B", 1),
         ("Answer: A\nAnswer: B", 1),
+        ("The answer is (B)", 1),
+        ("The answer is A. No, the answer is **B**.\nBye", 1),
+        ("A) is wrong, so the answer is B: Paris", 1),
+        ("B. The answer is obvious", 1),
         ("A", 0),
         ("Answer: (C)", 0),
+        ("B? The answer is C.", 0),
     ],
 )
 def test_choices_by_hand(response: str, want: int) -> None:
@@ -365,7 +380,20 @@ def test_choices_by_hand(response: str, want: int) -> None:
 
 @pytest.mark.parametrize(
     "response",
-    ["Both are right", "A or B", "AB", "", "Answer: Berlin", "B and C", "42", "(B) or (A)", "B) or C)", "(B), (C)"],
+    [
+        "Both are right",
+        "A or B",
+        "AB",
+        "",
+        "Answer: Berlin",
+        "B and C",
+        "42",
+        "(B) or (A)",
+        "B) or C)",
+        "(B), (C)",
+        "The answer is A or B",
+        "The answer is Berlin",
+    ],
 )
 def test_what_is_no_single_choice_is_counted(response: str) -> None:
     assert CHOICE(response, "B", True) == Verdict(0.0, False)
@@ -522,6 +550,18 @@ def test_a8_the_time_limit_holds_in_threads_and_in_subprocesses() -> None:
     assert result.stdout == "[1.0]\n"
 
 
+def test_a_process_that_cannot_start_leaves_samples_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the rules' own processes; what a library says of one pair is the answer's fault."""
+    (own,) = build_rewards(RewardConfig())
+    asked = Problem(1, "", "4", "reasoning_gym:basic_arithmetic", {"answer": "4"})
+    absent = LimitedFunction("no_such_module:f", limit_s=1.0)
+    assert [absent(1), LimitedFunction("builtins:int", limit_s=1.0)("x").untried] == [Outcome(untried=True), False]
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    assert LimitedFunction("builtins:int", limit_s=1.0)(1) == Outcome(untried=True)
+    assert MathReward()(r"\boxed{x+1}", "1+x", True) == Verdict(None, False)
+    assert own.score("5", asked, True) == Verdict(None, False)
+
+
 def test_several_rewards_have_names_and_weights() -> None:
     rewards = build_rewards(RewardConfig(weights={"gsm8k": 1.0, "format": 0.2}))
     assert [(reward.name, reward.weight) for reward in rewards] == [("gsm8k", 1.0), ("format", 0.2)]
@@ -607,7 +647,7 @@ def test_a_letter_after_a_number_is_a_variable(letter: str) -> None:
     """Also of those that math-verify takes for units."""
     for said in (f"5 {letter}", f"5{letter}", rf"5\text{{ {letter}}}"):
         assert MATH(rf"\boxed{{{said}}}", "5", True).reward == 0.0
-        assert MATH(r"\boxed{5}", said, True).reward == 0.0
+        assert MATH(r"\boxed{5}", said, True).reward == float("text" in said)  # which a gold says is no formula
         assert GSM8K(f"#### {said}", "5", True) == Verdict(0.0, False)
 
 
@@ -618,6 +658,57 @@ def test_a_letter_after_a_number_is_a_variable(letter: str) -> None:
 def test_a_unit_of_the_list_counts_unless_the_gold_has_another(unit: str) -> None:
     for rule, said in ((MATH, rf"\boxed{{18 {unit}}}"), (GSM8K, f"#### 18 {unit}")):
         assert [rule(said, gold, True).reward for gold in ("18", f"18 {unit}", "18 pears", "19")] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("gold", "others"),
+    [
+        (r"5\text{ cm}^2", ["5 cm", "5 square m", "6"]),
+        (r"$5\,\text{cm}^{2}$.", ["5 cm", r"5\text{ cm}^3", "25"]),
+        (r"5\text{ m}", ["5 g", r"5\text{ cm}", "5m^2"]),
+        (r"5\text{ m}/\text{s}", ["5 m", r"5\text{ m}/\text{h}"]),
+        ("5 km/h", ["5 km", "5 km/s", "4"]),
+        ("5 dollars per hour", ["5 dollars", "5 dollars per day"]),
+        ("5 feet^2", ["5 feet", "25"]),
+        ("5cm", ["5 kg"]),
+    ],
+)
+def test_text_after_a_golds_number_is_its_unit(gold: str, others: list[str]) -> None:
+    gold_check(RewardConfig(kind="math"))("jsonl", gold)
+    for said, want in [("5", 1), ("5.0", 1), (gold, 1), (gold.replace(" ", ""), 1), *((other, 0) for other in others)]:
+        assert MATH(rf"\boxed{{{said}}}", gold, True).reward == want
+
+
+@pytest.mark.parametrize("gold", [r"5\text{ million}", r"5\text{ squared}", "5 x/y", "5 ab^2", "5 alpha^2", "5 zeta^2"])
+def test_what_makes_another_number_of_a_gold_is_no_unit(gold: str) -> None:
+    assert MATH(r"\boxed{5}", gold, True).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("said", "gold", "want"),
+    [
+        *(("p", "P", 0), ("mN", "Mn", 0), ("AB", "ab", 0), (r"\SIN x", r"\sin x", 0), (r"\Delta", r"\delta", 0)),
+        *(
+            ("5 mN", r"5\text{ Mn}", 0),
+            ("Paris", "paris", 1),
+            ("PARIS", "Paris", 1),
+            ("yes", "Yes", 1),
+            ("AB", "A B", 1),
+        ),
+        *(("p-P", "P-p", 0), ("M+m", "m+M", 1), ("2P+P", "3P", 1)),
+    ],
+)
+def test_only_words_are_the_same_in_any_case(said: str, gold: str, want: int) -> None:
+    assert MATH(rf"\boxed{{{said}}}", gold, True).reward == want
+
+
+@pytest.mark.parametrize("said", ["18cm", "\u20ac18", "\u00a318", "18\u20ac", "18kg.", "18 dollars"])
+def test_units_and_signs_of_money_may_touch_a_number(said: str) -> None:
+    assert [GSM8K(f"#### {said}", gold, True) for gold in ("18", said, "19")] == [
+        *[Verdict(1.0, True)] * 2,
+        Verdict(0.0, True),
+    ]
+    assert GSM8K("#### 18cm", "18 kg", True) == Verdict(0.0, True)
 
 
 @pytest.mark.parametrize("word", ["widgets", "seventeenths", "zillion", "square", "dollars percent"])
@@ -635,6 +726,7 @@ def test_any_other_word_counts_only_where_the_gold_names_it(word: str) -> None:
     ("sentence", "gold", "want"),
     [
         *(("The total is 18.", "18", 1), ("So 18 widgets are left.", "18", 1), ("It weighs 18kg.", "18", 1)),
+        *(("It must be 18 I believe", "18", 1), ("so 18 i", "18", 0), ("It costs \u20ac18", "18", 1)),
         *(("I get 18 and that is it", "18", 1), ("It is 3/4.", "3/4", 1), ("It is 3/4.", "4", 0)),
         *(("It is 1e3", "1000", 1), ("It is 1e3", "3", 0), ("about 5 million", "5", 0), ("about 5k", "5", 0)),
         *(("so 5!", "5", 0), (r"so 5\pi", "5", 0), ("so 2 x", "2", 0), ("so 2^3 = 2 thirds", "2", 0)),
@@ -654,6 +746,30 @@ def test_extraction_takes_the_last_answer() -> None:
     assert extract_answer(r"\boxed{a{b}c} \boxed{d", finished=True) == "a{b}c"
     assert extract_answer(r"#### \boxed{5}", finished=True) == "5"
     assert extract_answer("nothing", finished=True) is None
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *("A", "\u4e2d", "\n", " ", "7", "1,", "-", "{", "}", "####", "\\boxed{", "\\text{", "<answer>", "</answer>"),
+        *("</s>", "<|im_end|>", "<|", "Answer:", "answer ", "answer is ", "<think>"),
+    ],
+)
+def test_long_runs_take_linear_time(unit: str) -> None:
+    """100,000 characters, alone, before and after something: a rule that is quadratic takes many seconds."""
+    run = unit * (100_000 // len(unit))
+    for rule, gold in [(rule, "B" if rule is CHOICE else "18") for rule in (*OWN_RULES, SUM, EXACT)]:
+        for response in (run, run + "x", "#### 19" + run + "x"):
+            started = time.process_time()
+            verdict = rule(response, gold, True)
+            assert time.process_time() - started < 0.5
+            assert verdict.reward == 0.0
+
+
+def test_the_last_closed_box_counts_up_to_its_longest() -> None:
+    assert extract_answer(r"\boxed{1} \boxed{" + "x" * 200 + "}", finished=True) == "x" * 200
+    assert extract_answer(r"\boxed{1} \boxed{" + "x" * 201 + "}", finished=True) == "1"
+    assert extract_answer(r"} \boxed{a \fbox {b{c}} d} \boxed{e", finished=True) == "b{c}"
 
 
 FRAGMENTS = (
@@ -713,45 +829,11 @@ def hostile_text(draw: random.Random) -> str:
     return "".join(parts)
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "A",
-        "\u4e2d",
-        " ",
-        "\n",
-        "1",
-        "1,",
-        "</s>",
-        "<|im_end|>",
-        "\\boxed{",
-        "<answer>",
-        "####",
-        "answer is ",
-        "Answer: ",
-        "<think>",
-    ],
-)
-def test_a_long_text_takes_no_long_time(piece: str) -> None:
-    """100,000 characters: nothing that a rule does grows faster than they do. Each is some milliseconds' work."""
-    started = time.process_time()
-    for rule, gold in (
-        (MATH, "5"),
-        (GSM8K, "5"),
-        (FLEXIBLE, "5"),
-        (CHOICE, "B"),
-        (FORMAT, ""),
-        (SUM, "5"),
-        (EXACT, "5"),
-    ):
-        assert rule(piece * (100_000 // len(piece)), gold, True).reward in (0.0, 1.0)
-    assert time.process_time() - started < 5.0
-
-
+@pytest.mark.needs("reasoning_gym")
 @pytest.mark.usefixtures("own")
 def test_20000_hostile_texts_raise_nothing_and_stay_in_range() -> None:
     """As responses and, one in four times, as golds, in a minute."""
-    draw, started = random.Random(0), time.process_time()
+    draw, started = random.Random(0), time.monotonic()
     rules: list[Rule] = [MATH, GSM8K, FLEXIBLE, CHOICE, FORMAT, SUM, EXACT]
     rules.append(build_rule("python:users_own:half", RewardConfig()))
     (own,) = build_rewards(RewardConfig())
@@ -770,4 +852,4 @@ def test_20000_hostile_texts_raise_nothing_and_stay_in_range() -> None:
         assert said is not None and 0.0 <= said <= 1.0
     assert seen[:3] == [{0.0, 1.0, None}] * 3 and seen[7] == {0.5}
     assert all(values <= {0.0, 1.0, None} for values in seen[:7])
-    assert time.process_time() - started < 60.0  # seconds of this process; about 10
+    assert time.monotonic() - started < 60.0  # on the clock, since children work, too

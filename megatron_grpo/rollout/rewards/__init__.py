@@ -76,7 +76,7 @@ class OwnRule:
 
 
 _GOLDS: dict[str, Callable[[str], object]] = {
-    "exact": gold.value_gold,
+    "exact": gold.text_gold,
     "math": gold.final_gold,
     "gsm8k": gold.number_gold,
     "choice": gold.choice_gold,
@@ -87,7 +87,7 @@ def gold_check(cfg: RewardConfig) -> Callable[[str, str], None]:
     """(task, answer) -> nothing; ValueError, in words, for an answer that one of the run's rewards cannot read.
 
     Each reward reads the answer as it was written. A task's own rule wants nothing of it; `exact` on rows of a file
-    wants a value.
+    wants a line of text.
     """
 
     def check(task: str, answer: str) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatron_grpo.rollout.rewards.extract import MARKER
-from megatron_grpo.rollout.rewards.gold import bare_number, read_gold, value_gold
-from megatron_grpo.rollout.rewards.number import DASHES
+from megatron_grpo.rollout.rewards.gold import normal, read_gold, text_gold
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, Verdict, without_stop_text
 
 
@@ -20,13 +19,13 @@ def chain_sum_reward(response: str, answer: str, finished: bool) -> Verdict:
 def exact_reward(response: str, answer: str, finished: bool) -> Verdict:
     """1 iff the response ended by itself and what follows its last `####`, or all of it, is the answer.
 
-    Space around either is ignored, and a number is written without `$`, commas and a final dot (`gold.value_gold`).
-    Numbers are not compared by value otherwise (that is `math`). An empty gold pays nobody, prose scores nobody.
+    Space around either is ignored, and a number is written without `$`, commas and a final dot (`gold.normal`).
+    Numbers are not compared by value otherwise (that is `math`). An empty gold pays nobody, an essay scores nobody.
     """
-    gold = read_gold(value_gold, answer)
+    gold = read_gold(text_gold, answer)
     if isinstance(gold, Verdict):
         return gold
     said = without_stop_text(response).rsplit(MARKER, 1)[-1].strip()
     if not finished or not said:
         return UNREADABLE
-    return Verdict(float(gold in (said, said.translate(DASHES), bare_number(said))), True)
+    return Verdict(float(gold in (said, normal(said))), True)

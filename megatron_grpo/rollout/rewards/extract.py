@@ -6,10 +6,8 @@ import re
 
 MARKER = "####"
 LONGEST_ANSWER = 200
-_MOST_BOXES = 50
-"""Whoever opens more at the end of a text, and closes none, has no answer."""
 
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"(\\(?:boxed|fbox)\s*)?\{|\}")
 _WORD = re.compile(r"\banswer(?:[ \t]+is)?[ \t*]*:[ \t*]*([^\n]*)", re.IGNORECASE)
 
 
@@ -38,14 +36,17 @@ def after_marker(text: str, *, finished: bool) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands between the braces of the last closed `\\boxed{}` or `\\fbox{}`."""
-    for match in reversed(list(_BOXED.finditer(text))[-_MOST_BOXES:]):
-        depth = 1
-        for place in range(match.end(), min(len(text), match.end() + LONGEST_ANSWER + 1)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if depth == 0:
-                return text[match.end() : place].strip()
-    return None
+    """What is in the braces of the last closed `\\boxed{}` or `\\fbox{}` of up to `LONGEST_ANSWER` characters."""
+    opened: list[tuple[int, bool]] = []  # where the inside begins, and whether it is a box's
+    last = None
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append((brace.end(), brace[1] is not None))
+        elif opened:
+            start, is_box = opened.pop()
+            if is_box and brace.start() - start <= LONGEST_ANSWER and (last is None or start > last[0]):
+                last = start, brace.start()
+    return None if last is None else text[slice(*last)].strip()
 
 
 def last_tagged(text: str) -> str | None:

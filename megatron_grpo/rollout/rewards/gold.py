@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeVar
 
-from megatron_grpo.rollout.rewards.extract import MARKER, extract_answer
+from megatron_grpo.rollout.rewards.extract import LONGEST_ANSWER, MARKER, extract_answer
 from megatron_grpo.rollout.rewards.number import DASHES, Quantity, parse_gold, plain
 from megatron_grpo.rollout.rewards.verdict import UNREADABLE, UNSCORABLE, Verdict
 
@@ -19,7 +19,7 @@ _SIGN_SPACE = re.compile(r"^([+-])\s+")
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?")
 _LATEX_COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _EMPTY_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s*(?:\{\s*\})?(?!\s*\{)|\\(?:left|right|frac)(?![A-Za-z])")
-_PROSE = re.compile(r"[^\W\d_]{2,}[\s:,;]+[^\W\d_]{2,}")
+_PROSE = re.compile(r"(?<![^\W\d_])[^\W\d_]{2,}[\s:,;]+[^\W\d_]{2,}")
 _CHOICE = re.compile(r"[(\[]?([A-Za-z])[)\].]?")
 
 
@@ -46,16 +46,12 @@ def final_gold(answer: str) -> str:
 
 @lru_cache(maxsize=1024)  # a group of responses asks for one again and again
 def value_gold(answer: str) -> str:
-    """What follows the last `####`, or all; a number loses `$`, commas and a final dot.
+    """What follows the last `####`, or all, as :func:`normal` writes it: a number, an expression, a LaTeX term, a word.
 
-    Anything else is kept as it is (an expression, a LaTeX term, one word). Raises ValueError when nothing is
-    left, or when what is left is several lines or prose, which no reward could compare.
+    Raises ValueError when nothing is left, or when what is left is several lines or prose, which has no value.
     """
-    gold = _not_empty(answer.rsplit(MARKER, 1)[-1].strip()).translate(DASHES)
-    number = bare_number(gold)
-    if number is not None:
-        return number
-    is_prose = _PROSE.search(_LATEX_COMMAND.sub(" ", gold)) and parse_gold(plain(gold)) is None
+    gold = normal(_not_empty(answer.rsplit(MARKER, 1)[-1].strip()))
+    is_prose = _PROSE.search(_LATEX_COMMAND.sub(" ", gold)) and parse_gold(gold) is None
     if "\n" in gold or is_prose:
         raise ValueError(
             f"its answer {_shown(gold)} is prose, not a value (write a value, or end a solution in '#### value')"
@@ -65,12 +61,20 @@ def value_gold(answer: str) -> str:
     return gold
 
 
-def bare_number(text: str) -> str | None:
-    """A number without `$`, commas, a plus and a final dot; None for anything else."""
-    number = _SIGN_SPACE.sub(r"\1", text.translate(DASHES).replace("$", "").strip())
-    if not _NUMBER.fullmatch(number) or not any(character.isdigit() for character in number):
-        return None
-    return number.replace(",", "").removesuffix(".").removeprefix("+")
+@lru_cache(maxsize=1024)
+def text_gold(answer: str) -> str:
+    """What `exact` compares: as :func:`value_gold`, but one line of `LONGEST_ANSWER` characters may be any text."""
+    gold = normal(_not_empty(answer.rsplit(MARKER, 1)[-1].strip()))
+    return gold if "\n" not in gold and len(gold) <= LONGEST_ANSWER else value_gold(answer)
+
+
+def normal(text: str) -> str:
+    """A number without `$`, commas, a plus and a final dot; any other text as it is, but for dashes. In linear time."""
+    text = text.translate(DASHES)
+    number = _SIGN_SPACE.sub(r"\1", text.replace("$", "").strip())
+    if _NUMBER.fullmatch(number) and any(character.isdigit() for character in number):
+        return number.replace(",", "").removesuffix(".").removeprefix("+")
+    return text
 
 
 def _balanced(text: str) -> bool:
@@ -87,7 +91,7 @@ def _balanced(text: str) -> bool:
 def number_gold(answer: str) -> Quantity:
     """A value that is a number, with a unit or not; raises ValueError for any other."""
     gold = value_gold(answer)
-    quantity = parse_gold(plain(gold))
+    quantity = parse_gold(gold)
     if quantity is None:
         raise ValueError(f"its answer {_shown(gold)} is not a number (reward.kind=gsm8k compares numbers)")
     return quantity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_grpo.rollout.rewards.extract import MARKER, after_marker
+from megatron_grpo.rollout.rewards.extract import LONGEST_ANSWER, MARKER, after_marker
 from megatron_grpo.rollout.rewards.gold import number_gold, read_gold
 from megatron_grpo.rollout.rewards.number import parse_quantity, plain
 from megatron_grpo.rollout.rewards.units import changes_a_number
@@ -41,7 +41,7 @@ def _compare(said: str | None, answer: str) -> Verdict:
     gold = read_gold(number_gold, answer)
     if isinstance(gold, Verdict):
         return gold
-    quantity = None if said is None else parse_quantity(plain(said))
+    quantity = None if said is None or len(said) > LONGEST_ANSWER else parse_quantity(plain(said))
     if quantity is None or not gold.reads(quantity):
         return UNREADABLE
     return Verdict(float(gold.agrees_with(quantity)), True)

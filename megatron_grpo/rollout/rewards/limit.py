@@ -29,8 +29,8 @@ GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call came to: `value`, or why there is none: `late`; `untried` (patience left it no time, or less than its
-    own limit, in which it did not end; or no process could be started: `error` says why); or the error's text alone."""
+    """What a call came to: `value`, or why there is none: `late`; `untried` (its process did not start, or patience
+    left it no time, or less than its own limit, in which it did not end); or the text of the function's own error."""
 
     value: Any = None
     late: bool = False
@@ -103,7 +103,7 @@ class LimitedFunction:
             if not self._complained:
                 sys.stderr.write(f"{self._target}: {error}\n")
                 self._complained = True
-            return Outcome(untried=True, error=str(error))
+            return Outcome(untried=True)
         limit_s = self._limit_s if deadline is None else min(self._limit_s, max(0.001, deadline - time.monotonic()))
         outcome = self._called(child, args, limit_s)
         return Outcome(untried=True) if outcome.late and limit_s < self._limit_s else outcome

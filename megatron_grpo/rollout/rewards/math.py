@@ -27,7 +27,7 @@ _FORMULA = re.compile(r"[0-9A-Za-z+\-*/(){}\[\],.\s]*")
 _TOO_LONG = re.compile(r"[A-Za-z]{4,}|\d{16,}")
 _TOWER = re.compile(r"\^\s*(?:\{[^{}]*\}|[0-9A-Za-z])\s*\^|\*\s*\*")
 _ATOM_POWER = re.compile(r"(?<=[A-Za-z0-9])\^(?:\{\s*-?(?:\d{1,2}|[A-Za-z])\s*\}|[0-9A-Za-z])")
-_WORD = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{4,}|[Yy]es|YES|[Nn]o|NO)(?![A-Za-z])")
+_WORD = re.compile(r"(?<!\\)(?<![^\W\d_])(?:[^\W\d_]{4,}|yes|no)(?![^\W\d_])", re.IGNORECASE)
 _GROUP_POWER = re.compile(r"(?<=[)}])\^(?:\{\s*[23]\s*\}|[23](?!\d))")
 
 
@@ -50,17 +50,18 @@ class MathReward:
         said = extract_answer(without_stop_text(response), finished=finished)
         if said is None or not _is_readable(said):
             return UNREADABLE
-        return self._compare(plain(gold), plain(said))
+        return self._compare(gold, plain(said))
 
     def _compare(self, gold: str, said: str) -> Verdict:
         gold_quantity, said_quantity = parse_gold(gold), parse_quantity(said)
+        gold = plain(gold)
         if gold_quantity is not None and said_quantity is not None:
             return Verdict(float(gold_quantity.agrees_with(said_quantity)), True)
         if _squeezed(gold) == _squeezed(said):
             return Verdict(1.0, True)
         if ("," in gold) != ("," in said) or not (is_small_formula(gold) and is_small_formula(said)):
             return Verdict(0.0, True)
-        outcome = self._formulas(gold, said)
+        outcome = self._formulas(*_apart(gold, said))
         if outcome.untried:
             return UNSCORABLE
         return UNREADABLE if outcome.value is None else Verdict(float(outcome.value), True)
@@ -72,8 +73,17 @@ def _is_readable(said: str) -> bool:
 
 
 def _squeezed(text: str) -> str:
-    """Without space; words, but no symbols and no commands, in lower case."""
-    return re.sub(r"\s+", "", _WORD.sub(lambda match: match[0].lower(), text))
+    """Without space, and words in lower case: shorter runs of letters are variables, units and elements."""
+    return re.sub(r"\s+", "", _WORD.sub(lambda word: word[0].casefold(), text))
+
+
+def _apart(*texts: str) -> tuple[str, ...]:
+    """Capitals whose small letter occurs as well, written as letters that do not occur: math-verify knows no case."""
+    letters = set(re.sub(r"\\[A-Za-z]+", "", "".join(texts)))
+    unused = (letter for letter in "qwzyvutsrkjhgfb" if letter not in letters and letter.upper() not in letters)
+    capitals = (letter for letter in sorted(letters) if letter.isupper() and letter.lower() in letters)
+    names = dict(zip(capitals, unused, strict=False))
+    return tuple(re.sub(r"\\[A-Za-z]+|[A-Z]", lambda found: names.get(found[0], found[0]), text) for text in texts)
 
 
 def is_small_formula(text: str) -> bool:

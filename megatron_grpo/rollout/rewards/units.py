@@ -33,7 +33,11 @@ _NUMBERS = """zero one two three four five six seven eight nine ten eleven twelv
 _BETWEEN = "or and to not of plus minus over by than into from less more equal base divided multiplied"
 _CHANGE = frozenset(_NUMBERS.split())
 _NOT_AFTER_A_GOLD = _CHANGE.union(_BETWEEN.split())
+_KNOWN = _UNITS | _BEFORE | _NOT_AFTER_A_GOLD
 _LONGEST_SYMBOLS = 3
+_PER = frozenset("hsmgl")
+"""Single letters that are a unit after a slash: `km/h`."""
+_WORD = re.compile(r"[^\W\d_]+")
 
 
 def singular(word: str) -> str:
@@ -43,21 +47,45 @@ def singular(word: str) -> str:
     return re.sub(r"(?<=[hxs])es$|s$", "", word)
 
 
+def canonical(unit: str) -> str:
+    """`miles per Hour` as `mile/hour`, `cm ^ {2}` as `cm^2`: the singular, and small letters but in short symbols that
+    the list does not have (`mN` is no `Mn`)."""
+    compact = re.sub(r"\s*([/^])\s*", r"\1", re.sub(r"\s+per\s+", "/", re.sub(r"[{}]", "", unit)))
+    return " ".join(_WORD.sub(_canonical_word, compact).split())
+
+
+def _canonical_word(word: re.Match[str]) -> str:
+    small = singular(word[0].lower())
+    return small if len(word[0]) > _LONGEST_SYMBOLS or small in _KNOWN else word[0]
+
+
 def is_unit(words: str) -> bool:
     """Whether one or two words, each in the singular, are a unit of the list."""
     *before, last = words.split()
     return last in _UNITS and _BEFORE.issuperset(before)
 
 
-def is_golds_unit(words: str) -> bool:
-    """Whether words after a gold, each in the singular, are taken for a unit."""
+def is_golds_unit(unit: str) -> bool:
+    """Whether a canonical unit after a gold is taken for one: with a power only those of the list."""
+    over, _, under = re.sub(r"\^\d", "", unit).partition("/")
+    if "^" in unit:
+        return is_unit(over) and (not under or under in _PER or is_unit(under))
+    return _is_golds(over) and (not under or under in _PER or _is_golds(under))
+
+
+def _is_golds(words: str) -> bool:
     strange = (word in _NOT_AFTER_A_GOLD or len(word) <= _LONGEST_SYMBOLS for word in words.split())
     return is_unit(words) or not any(strange)
+
+
+def is_texts_unit(unit: str) -> bool:
+    """Whether a canonical unit that a gold marks as text is one: it has no word that changes a number."""
+    return _NOT_AFTER_A_GOLD.isdisjoint(word[0] for word in _WORD.finditer(unit))
 
 
 def changes_a_number(following: str) -> bool:
     """Whether what stands after a number in a sentence makes another one of it: ` million`, ` x`, `k`, `\\pi`, `!`."""
     word = singular(following.strip().lower())
     if following[:1].isspace():
-        return word in _CHANGE or (len(word) == 1 and following.strip() not in ("a", "I"))
+        return word in _CHANGE or (len(word) == 1 and following.strip() not in ("a", "A", "I"))
     return bool(word) and not is_unit(word)

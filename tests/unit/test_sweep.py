@@ -58,7 +58,8 @@ class TestFile:
 
     def test_long_form_has_its_own_seeds_and_base(self, home: Path) -> None:
         (home / "other.yaml").write_text("model: {path: model}\nanchor: {cadence: 7}\n")
-        text = ARMS + "  own: {set: {data.prompt_template: 'a: {question}'}, seeds: [4], base: other.yaml}\n"
+        asks = "{data.task: 'reasoning_gym:chain_sum', data.prompt_template: 'a: {question}'}"
+        text = ARMS + f"  own: {{set: {asks}, seeds: [4], base: other.yaml}}\n"
         own = sweep_of(home, text, "sweep.yaml")
         assert own.name == home.name
         (run,) = own.arms[-1].runs

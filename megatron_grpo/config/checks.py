@@ -279,7 +279,8 @@ def _idle(config: Config) -> Iterator[str]:
     links = boundary.links
     chosen = ("backward_budget",) if boundary.budgets_itself else ()
     crosses = config.parallel.pipeline > 1 and "pipeline" in links
-    made, rows = data.task.startswith("reasoning_gym:"), data.task in TABLES
+    task = "" if data.mix else data.task  # a mixture's entries have settings of their own
+    made, rows = task.startswith("reasoning_gym:"), task in TABLES
     tables = any(source.val_path or source.val_split for source in data.sources)
     idle: tuple[tuple[str, BaseModel, tuple[str, ...], bool, str], ...] = (
         ("grpo", grpo, ("is_floor", "is_correction"), grpo.is_cap is not None, "grpo.is_cap"),
@@ -288,11 +289,11 @@ def _idle(config: Config) -> Iterator[str]:
         ("reward", reward, ("flexible",), "gsm8k" in reward.weighted, "the reward gsm8k"),
         ("reward", reward, ("kind",), not reward.weights, "an empty reward.weights, which names the rewards"),
         ("data", data, ("task", "path"), not data.mix, "an empty data.mix, whose entries name the tasks"),
-        ("data", data, ("terms",), not data.mix and data.task == "chain_sum", "data.task=chain_sum"),
-        ("data", data, ("options",), not data.mix and made, "data.task=reasoning_gym:NAME"),
-        ("data", data, ("prompt_template",), not data.mix and (made or rows), "a data.task that asks questions"),
-        ("data", data, ("rows", "question_key", "answer_key", "val_path"), not data.mix and rows, "rows of a table"),
-        ("data", data, ("split", "val_split"), not data.mix and data.task == "folder", "data.task=folder"),
+        ("data", data, ("terms",), task == "chain_sum", "data.task=chain_sum"),
+        ("data", data, ("options",), made, "data.task=reasoning_gym:NAME"),
+        ("data", data, ("prompt_template",), made or rows, "a data.task that asks questions"),
+        ("data", data, ("rows", "question_key", "answer_key", "val_path"), rows, "rows of a table"),
+        ("data", data, ("split", "val_split"), task == "folder", "data.task=folder"),
         ("data", data, ("val_rows",), tables, "data.val_path or val_split"),
         ("boundary", boundary, ("send_once", *chosen), config.parallel.pipeline > 1, "parallel.pipeline=2 or more"),
         ("boundary", boundary, ("cache_place", "cache_gib"), boundary.send_once != "off", "boundary.send_once"),

@@ -157,7 +157,7 @@ class LimitedFunction:
             return child
         self.close()
         if ready is None:
-            raise TimeoutError(f"{self._target}: its process was not ready after {seconds:.0f} s")
+            raise TimeoutError(f"its process was not ready after {seconds:.0f} s")
         raise ValueError(json.loads(ready)["error"] if ready else "its process ended before it was ready")
 
     def _read(self, child: subprocess.Popen[bytes], seconds: float) -> str | None:
